@@ -1,0 +1,149 @@
+"""Non-commuting mixtures: L = E L_r E^T with E (D x r) orthonormal and L_r any skew r x r matrix.
+
+exp(n L) = I + E (exp(n L_r) - I) E^T, so a token costs O(rD). L_r is decomposed once; its
+exponential is differentiated by divided differences, which stay finite when eigenvalues meet,
+where the derivative of an eigenvector does not exist (Eq. N1-N4 of docs/math.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rank2 import rank2_generator, sinc_of_square
+
+
+def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of overlapping rank-2 terms: (..., K, r), (..., K, r) -> (..., r, r) in so(r) (Eq. N1)."""
+    return rank2_generator(a, b).sum(-3)
+
+
+def orthonormal_columns(weight: Tensor) -> Tensor:
+    """W R^-1 with R^T R = W^T W: orthonormal columns, smooth in W (QR with a positive diagonal)."""
+    upper = torch.linalg.cholesky(weight.transpose(-1, -2) @ weight).transpose(-1, -2)
+    return torch.linalg.solve_triangular(upper, weight, upper=True, left=False)
+
+
+class _SkewExp(torch.autograd.Function):
+    """(y, L_r, n) -> exp(n L_r) y, for y (..., T, r), L_r (..., r, r), n (..., T)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
+        mu, basis = torch.linalg.eigh(1j * skew)  # L_r = U diag(-i mu) U^H
+        half = torch.exp(-0.5j * n.unsqueeze(-1) * mu.unsqueeze(-2))  # half angles: see backward
+        work = torch.complex128 if y.dtype == torch.float64 else torch.complex64
+        modes = y.to(work) @ basis.conj().to(work)
+        out = ((modes * half.square().to(work)) @ basis.mT.to(work)).real
+        ctx.save_for_backward(modes, mu, basis, half, n)
+        ctx.shapes = y.shape, skew.shape
+        return out.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        modes, mu, basis, half, n = ctx.saved_tensors
+        y_shape, skew_shape = ctx.shapes
+        g = grad.to(modes.dtype) @ basis.conj().to(modes.dtype)
+        phase = half.square().to(modes.dtype)
+        back = g * phase.conj()
+        grad_y = (back @ basis.mT.to(modes.dtype)).real.to(grad.dtype)
+        grad_n = grad_skew = None
+        if ctx.needs_input_grad[2]:
+            rate = (back.conj() * modes * (-1j * mu).to(modes.dtype).unsqueeze(-2)).real.sum(-1)
+            grad_n = rate.sum_to_size(n.shape).to(n.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_skew = _divided_difference_sum(g, modes, mu, half, n, basis, skew_shape)
+        return grad_y.sum_to_size(y_shape), grad_skew, grad_n
+
+
+def _divided_difference_sum(
+    g: Tensor, modes: Tensor, mu: Tensor, half: Tensor, n: Tensor, basis: Tensor, shape: torch.Size
+) -> Tensor:
+    """d<g, exp(n L) y>/dL summed over tokens (Daleckii-Krein, Eq. N4).
+
+    The divided difference of e^(-i n mu) at (mu_a, mu_b) is n h_a h_b sinc(n (mu_a - mu_b) / 2)
+    with h the half-angle phases: no division, so nothing breaks when mu_a = mu_b.
+    """
+    gap = n[..., None, None] * (mu.unsqueeze(-1) - mu.unsqueeze(-2)).unsqueeze(-3) / 2
+    weight = n[..., None, None] * sinc_of_square(gap.square())
+    weight = (weight * half.unsqueeze(-1) * half.unsqueeze(-2)).to(g.dtype)
+    tokens = g.conj().unsqueeze(-1) * modes.unsqueeze(-2)
+    total = (tokens * weight).sum_to_size(weight.shape).sum(-3)
+    full = basis.conj() @ total.to(basis.dtype) @ basis.mT
+    return full.real.sum_to_size(shape)
+
+
+def skew_exp_apply(y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
+    """exp(n L_r) y without forming a matrix for any token. Exact gradients to y, L_r and n."""
+    return _SkewExp.apply(y, skew, n)
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureRotation:
+    """exp(n E L_r E^T): `frame` E (..., D, r), `skew` L_r (..., r, r) in float64, `n` (..., T)."""
+
+    frame: Tensor
+    skew: Tensor
+    n: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        working = torch.promote_types(x.dtype, torch.float32)
+        frame = self.frame.to(working)
+        inside = x.to(working) @ frame
+        change = skew_exp_apply(inside, self.skew, self.n) - inside
+        return x + (change @ frame.transpose(-1, -2)).to(x.dtype)
+
+    def compose(self, other: MixtureRotation) -> MixtureRotation:
+        if self.frame is not other.frame or self.skew is not other.skew:
+            raise ValueError(
+                "mixtures compose by adding positions only when they share frame and skew; "
+                "otherwise multiply their as_matrix()"
+            )
+        return MixtureRotation(self.frame, self.skew, self.n + other.n)
+
+    def inverse(self) -> MixtureRotation:
+        return MixtureRotation(self.frame, self.skew, -self.n)
+
+    def as_matrix(self, width: int | None = None) -> Tensor:
+        small = torch.linalg.matrix_exp(self.n[..., None, None] * self.skew.unsqueeze(-3))
+        return _thin_matrix(self.frame, small)
+
+
+@dataclass(frozen=True, eq=False)
+class JointMixtureRotation:
+    """exp(E (sum over axes of n_a L_a) E^T): n-dimensional positions, generators need not commute.
+
+    `skew` is (..., axes, r, r), `n` (..., T, axes). One small exponential a token. When the
+    generators do not commute this is no group homomorphism: the relative law fails (Eq. N5).
+    """
+
+    frame: Tensor
+    skew: Tensor
+    n: Tensor
+
+    def _small(self) -> Tensor:
+        generators = (self.n[..., None, None] * self.skew.unsqueeze(-4)).sum(-3)
+        return torch.linalg.matrix_exp(generators)
+
+    def apply(self, x: Tensor) -> Tensor:
+        working = torch.promote_types(x.dtype, torch.float32)
+        frame = self.frame.to(working)
+        inside = x.to(working) @ frame
+        turned = (self._small().to(working) @ inside.unsqueeze(-1)).squeeze(-1)
+        return x + ((turned - inside) @ frame.transpose(-1, -2)).to(x.dtype)
+
+    def inverse(self) -> JointMixtureRotation:
+        return JointMixtureRotation(self.frame, self.skew, -self.n)
+
+    def as_matrix(self, width: int | None = None) -> Tensor:
+        return _thin_matrix(self.frame, self._small())
+
+
+def _thin_matrix(frame: Tensor, small: Tensor) -> Tensor:
+    """I + E (small - I) E^T."""
+    frame = frame.to(small.dtype).unsqueeze(-3)
+    eye_r = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
+    eye = torch.eye(frame.shape[-2], dtype=small.dtype, device=small.device)
+    return eye + frame @ (small - eye_r) @ frame.transpose(-1, -2)

@@ -1,0 +1,129 @@
+"""One rotation plane spanned by any two vectors: L(a, b) = a b^T - b a^T and its exponential.
+
+Applied in O(D), exact and differentiable for every a, b (parallel, zero, huge), because the closed
+form is written in s^2, which is smooth, and never in s, which is not (Eq. R1-R4 of docs/math.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .rotation import Layout, split_planes
+
+_SERIES = 1e-2  # below this z^2 the five-term series are exact to float64
+
+
+def rank2_generator(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix L(a, b) = a b^T - b a^T (Eq. R1). exp(theta L(e1, e2)) turns by *minus* theta."""
+    outer = a.unsqueeze(-1) * b.unsqueeze(-2)
+    return outer - outer.transpose(-1, -2)
+
+
+def quarter_turn(x: Tensor, layout: Layout = "half") -> Tensor:
+    """J x: every coordinate plane turned by +90 degrees. An odd last coordinate goes to zero."""
+    out = torch.zeros_like(x)
+    x1, x2 = split_planes(x, layout)
+    y1, y2 = split_planes(out, layout)
+    y1.copy_(-x2)
+    y2.copy_(x1)
+    return out
+
+
+def complex_structure(width: int, layout: Layout = "half", dtype: torch.dtype | None = None) -> Tensor:
+    """J as a matrix: J^T = -J, J^2 = -I (on the first 2 * (D // 2) coordinates)."""
+    return quarter_turn(torch.eye(width, dtype=dtype), layout).T
+
+
+def sinc_of_square(u: Tensor) -> Tensor:
+    """sin(z) / z as a function of u = z^2 >= 0; smooth at 0."""
+    small = u < _SERIES
+    z = torch.where(small, 1.0, u).sqrt()
+    series = 1 - u / 6 * (1 - u / 20 * (1 - u / 42 * (1 - u / 72)))
+    return torch.where(small, series, z.sin() / z)
+
+
+def versine_of_square(u: Tensor) -> Tensor:
+    """(1 - cos z) / z^2 as a function of u = z^2 >= 0; smooth at 0, no cancellation."""
+    small = u < _SERIES
+    safe = torch.where(small, 1.0, u)
+    series = (1 - u / 12 * (1 - u / 30 * (1 - u / 56 * (1 - u / 90)))) / 2
+    return torch.where(small, series, 2 * (safe.sqrt() / 2).sin().square() / safe)
+
+
+@dataclass(frozen=True, eq=False)
+class Rank2Rotation:
+    """exp(eta L(a, b)). `a`, `b` are (..., D); `eta` (...) is a scalar for each of them."""
+
+    a: Tensor
+    b: Tensor
+    eta: Tensor
+
+    @classmethod
+    def from_vector(cls, a: Tensor, eta: Tensor, layout: Layout = "half") -> Rank2Rotation:
+        """The case b = J a: turns the plane (a, J a) by -eta |a|^2 (Eq. R5)."""
+        return cls(a, quarter_turn(a, layout), eta)
+
+    def _orthogonal_pair(self) -> tuple[Tensor, Tensor]:
+        """(a, b - proj_a b): the same L, with gamma = 0 and an accurate s for near-parallel a, b."""
+        alpha = self.a.square().sum(-1, keepdim=True)
+        gamma = (self.a * self.b).sum(-1, keepdim=True)
+        nonzero = alpha > 0
+        ratio = torch.where(nonzero, gamma / torch.where(nonzero, alpha, 1.0), 0.0)
+        return self.a, self.b - ratio * self.a
+
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """f1, f2 of exp(eta L) = I + f1 L + f2 L^2 (Eq. R3)."""
+        a, b = self._orthogonal_pair()
+        u = self.eta.square() * a.square().sum(-1) * b.square().sum(-1)  # (eta s)^2
+        return self.eta * sinc_of_square(u), self.eta.square() * versine_of_square(u)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Two inner products and one update in the plane; everything scalar stays in eta's dtype."""
+        a, b = self._orthogonal_pair()
+        f1, f2 = self.coefficients()
+        alpha, beta = a.square().sum(-1), b.square().sum(-1)
+        # x + f1 (a v - b u) - f2 (beta a u + alpha b v) with u = <a, x>, v = <b, x> (Eq. R4)
+        working = torch.promote_types(x.dtype, torch.float32)
+        a, b = a.to(working), b.to(working)
+        pair = torch.stack([a, b], -1)  # (..., D, 2)
+        uv = _contract(x.to(working), pair)
+        turn = torch.stack(
+            [torch.stack([-f2 * beta, f1], -1), torch.stack([-f1, -f2 * alpha], -1)], -2
+        ).to(working)  # rows: coefficient of a, of b
+        change = (turn * uv.unsqueeze(-2)).sum(-1)
+        return x + _expand(change, pair).to(x.dtype)
+
+    def compose(self, other: Rank2Rotation) -> Rank2Rotation:
+        if self.a is not other.a or self.b is not other.b:
+            raise ValueError(
+                "rank-2 rotations compose by adding eta only when they share a and b; "
+                "for different planes multiply their as_matrix()"
+            )
+        return Rank2Rotation(self.a, self.b, self.eta + other.eta)
+
+    def inverse(self) -> Rank2Rotation:
+        return Rank2Rotation(self.a, self.b, -self.eta)
+
+    def as_matrix(self, width: int | None = None) -> Tensor:
+        generator = rank2_generator(self.a, self.b)
+        f1, f2 = (f[..., None, None] for f in self.coefficients())
+        eye = torch.eye(generator.shape[-1], dtype=generator.dtype, device=generator.device)
+        return eye + f1 * generator + f2 * (generator @ generator)
+
+
+def _contract(x: Tensor, pair: Tensor) -> Tensor:
+    """(..., D) with (..., D, 2) -> (..., 2); one product when the pair is shared by all tokens."""
+    if pair.shape[-3:-2] in ((), (1,)):
+        return x @ pair.squeeze(-3) if pair.dim() > 2 else x @ pair
+    return (x.unsqueeze(-1) * pair).sum(-2)
+
+
+def _expand(uv: Tensor, pair: Tensor) -> Tensor:
+    """(..., 2) with (..., D, 2) -> (..., D), the transpose of `_contract`."""
+    if pair.shape[-3:-2] in ((), (1,)):
+        shared = pair.squeeze(-3) if pair.dim() > 2 else pair
+        return uv @ shared.transpose(-1, -2)
+    return (uv.unsqueeze(-2) * pair).sum(-1)

@@ -1,0 +1,186 @@
+"""Commuting rotations in SO(d): a torus of planes, in coordinate axes or in a learned basis.
+
+Letters: D features, m = D // 2 planes. Planes are pairs of coordinates, either `half`
+(x[i], x[i + m]), the convention of Llama in Hugging Face, or `interleaved` (x[2i], x[2i + 1]).
+When D is odd the last coordinate is left alone. Equations: docs/math.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["half", "interleaved"]
+TURN = 2 * math.pi
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which positions, angles and running sums are formed: float64 where it exists."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def reduce_angle(angle: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring an angle formed in float64 into [-pi, pi], and only then round it to `dtype`.
+
+    At position 2^20 an angle formed in float32 is wrong by up to 0.03 rad; this one is not (Eq. M4).
+    """
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    return (torch.remainder(angle + math.pi, TURN) - math.pi).to(working)
+
+
+def split_planes(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The first and the second coordinate of every plane, each (..., m). Views, no copies."""
+    m = x.shape[-1] // 2
+    if layout == "half":
+        return x[..., :m], x[..., m : 2 * m]
+    return x[..., 0 : 2 * m : 2], x[..., 1 : 2 * m : 2]
+
+
+class _RotatePlanes(torch.autograd.Function):
+    """y = R(angle) x. The backward needs only y: dy/dangle = J y, whatever x was (Eq. M5)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        y = _turn(x, cos, sin, layout)
+        ctx.layout = layout
+        ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, angle, cos, sin)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        y, angle, cos, sin = ctx.saved_tensors
+        grad_x = _turn(grad, cos, -sin, ctx.layout) if ctx.needs_input_grad[0] else None
+        grad_angle = None
+        if y is not None:
+            y1, y2 = split_planes(y.to(angle.dtype), ctx.layout)
+            g1, g2 = split_planes(grad.to(angle.dtype), ctx.layout)
+            grad_angle = torch.addcmul(g2 * y1, g1, y2, value=-1).sum_to_size(angle.shape)
+        return grad_x, grad_angle, None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """(x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos), written straight into the result (Eq. M3)."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.shape[-1] % 2:
+        out[..., -1] = x[..., -1]
+    x1, x2 = split_planes(x, layout)
+    y1, y2 = split_planes(out, layout)
+    if x.dtype == cos.dtype:
+        torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
+        torch.mul(x1, sin, out=y2).addcmul_(x2, cos)
+    else:  # half precision: turn in float32 and round once
+        x1, x2 = x1.to(cos.dtype), x2.to(cos.dtype)
+        y1.copy_(torch.addcmul(x1 * cos, x2, sin, value=-1))
+        y2.copy_(torch.addcmul(x1 * sin, x2, cos))
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class PlaneRotation:
+    """An element of the torus: one angle a plane, (..., m). Commutes with every other."""
+
+    angle: Tensor
+    cos: Tensor
+    sin: Tensor
+    layout: Layout = "half"
+
+    @classmethod
+    def from_angle(cls, angle: Tensor, dtype: torch.dtype, layout: Layout = "half") -> PlaneRotation:
+        """From angles in float64, any size; `dtype` is that of the vectors to be turned."""
+        angle = reduce_angle(angle, dtype)
+        return cls(angle, angle.detach().cos(), angle.detach().sin(), layout)
+
+    def apply(self, x: Tensor) -> Tensor:
+        m = x.shape[-1] // 2
+        if self.angle.shape[-1] != m:
+            raise ValueError(
+                f"{self.angle.shape[-1]} plane angles cannot turn vectors of width {x.shape[-1]}; "
+                f"expected {m} angles, one for each pair of coordinates"
+            )
+        return _RotatePlanes.apply(x, self.angle, self.cos, self.sin, self.layout)
+
+    def compose(self, other: PlaneRotation) -> PlaneRotation:
+        return PlaneRotation.from_angle(
+            self.angle.double() + other.angle.double(), self.angle.dtype, self.layout
+        )
+
+    def inverse(self) -> PlaneRotation:
+        return PlaneRotation(-self.angle, self.cos, -self.sin, self.layout)
+
+    def as_matrix(self, width: int) -> Tensor:
+        """(..., D, D): the images of the coordinate vectors, as columns."""
+        return _matrix(self, width)
+
+
+@dataclass(frozen=True, eq=False)
+class BasisRotation:
+    """B R(angle) B^T with B orthogonal (..., D, D): the same torus in learned planes (Eq. M7)."""
+
+    basis: Tensor
+    planes: PlaneRotation
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.apply_in_basis(x) @ self.basis.transpose(-1, -2).to(x.dtype)
+
+    def apply_in_basis(self, x: Tensor) -> Tensor:
+        """R B^T x: the result in the basis's own coordinates.
+
+        Scores are unchanged (the outer B cancels between query and key) and one product is saved.
+        """
+        return self.planes.apply(x @ self.basis.to(x.dtype))
+
+    def compose(self, other: BasisRotation) -> BasisRotation:
+        if self.basis is not other.basis:
+            raise ValueError(
+                "rotations in different bases do not commute and have no closed composition; "
+                "compose elements that share one basis tensor, or multiply their as_matrix()"
+            )
+        return BasisRotation(self.basis, self.planes.compose(other.planes))
+
+    def inverse(self) -> BasisRotation:
+        return BasisRotation(self.basis, self.planes.inverse())
+
+    def as_matrix(self, width: int) -> Tensor:
+        return _matrix(self, width)
+
+
+def _matrix(element: Any, width: int) -> Tensor:
+    """Apply an element to the identity. The token axis of the element is its last batch axis."""
+    angle = element.angle if isinstance(element, PlaneRotation) else element.planes.angle
+    eye = torch.eye(width, dtype=angle.dtype, device=angle.device)
+    columns = [element.apply(row.expand(*angle.shape[:-1], width)) for row in eye]
+    return torch.stack(columns, -1)
+
+
+def orthogonal_from(weight: Tensor) -> Tensor:
+    """exp(W - W^T) in SO(D) for any square W: orthogonal whatever an optimizer does to W (Eq. M8).
+
+    Zero gives the identity, so a model starts as plain RoPE. Formed in float64.
+    """
+    exact = weight.to(exact_dtype(weight.device))
+    return torch.linalg.matrix_exp(exact - exact.transpose(-1, -2))
+
+
+def unitary_from(weight: Tensor, layout: Layout = "half") -> Tensor:
+    """A basis whose planes are (a_i, J a_i): a unitary m x m matrix, written as a real D x D one.
+
+    `weight` is (..., 2, m, m): its skew part is the real, its symmetric part the imaginary piece of
+    a skew-Hermitian matrix. Orthogonality of the a_i alone would not do: they must also be
+    orthogonal to every J a_j, which is what unitary means (Eq. M9).
+    """
+    exact = weight.to(exact_dtype(weight.device))
+    real, imag = exact.unbind(-3)
+    real = real - real.transpose(-1, -2)
+    imag = imag + imag.transpose(-1, -2)
+    # The algebra u(m) sits in so(2m) as [[X, -Y], [Y, X]]; exp keeps that form.
+    algebra = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
+    basis = torch.linalg.matrix_exp(algebra)
+    if layout == "half":
+        return basis
+    m = real.shape[-1]
+    order = torch.arange(2 * m, device=weight.device).view(2, m).T.reshape(-1)
+    return basis[..., order, :][..., order]

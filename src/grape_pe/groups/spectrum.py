@@ -1,0 +1,126 @@
+"""Closed-form spectra of every action here, and of PaTH's factors for comparison.
+
+Each function returns a `Spectrum`: eigenvalues and singular values of one D x D matrix (batched in
+front), from which determinant, condition number and spectral radius follow (Eq. S1-S7 of docs/math.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Eigenvalues (..., D), complex; singular values (..., D), largest first."""
+
+    eigenvalues: Tensor
+    singular_values: Tensor
+
+    @property
+    def determinant(self) -> Tensor:
+        return self.eigenvalues.prod(-1).real
+
+    @property
+    def condition(self) -> Tensor:
+        return self.singular_values[..., 0] / self.singular_values[..., -1]
+
+    @property
+    def radius(self) -> Tensor:
+        return self.eigenvalues.abs().amax(-1)
+
+
+def of_planes(angle: Tensor, width: int) -> Spectrum:
+    """A rotation by angle_i in plane i (canonical or learned basis): e^(+-i angle), rest 1 (Eq. S2)."""
+    phase = torch.polar(torch.ones_like(angle), angle)
+    pairs = torch.cat([phase, phase.conj()], -1)
+    rest = torch.ones(*angle.shape[:-1], width - pairs.shape[-1], dtype=pairs.dtype, device=angle.device)
+    return Spectrum(torch.cat([pairs, rest], -1), angle.new_ones(*angle.shape[:-1], width))
+
+
+def of_rank2(a: Tensor, b: Tensor, eta: Tensor) -> Spectrum:
+    """exp(eta L(a, b)): e^(+-i eta s) and ones, s the area spanned by a and b (Eq. S1)."""
+    return of_planes((eta * area(a, b)).unsqueeze(-1), a.shape[-1])
+
+
+def area(a: Tensor, b: Tensor) -> Tensor:
+    """s = |a| |b| sin(angle between) = sqrt(|a|^2 |b|^2 - <a, b>^2)."""
+    alpha = a.square().sum(-1)
+    inner = (a * b).sum(-1)
+    safe = torch.where(alpha > 0, alpha, 1.0)
+    across = b - (inner / safe).unsqueeze(-1) * a
+    return alpha.sqrt() * across.norm(dim=-1)
+
+
+def of_mixture(skew: Tensor, n: Tensor, width: int) -> Spectrum:
+    """exp(n E L_r E^T): the modes of L_r, and ones for the rest of the space (Eq. S3)."""
+    mu = torch.linalg.eigvalsh(1j * skew)
+    modes = torch.exp(-1j * n.unsqueeze(-1) * mu)
+    rest = torch.ones(*modes.shape[:-1], width - modes.shape[-1], dtype=modes.dtype, device=modes.device)
+    eigenvalues = torch.cat([modes, rest], -1)
+    return Spectrum(eigenvalues, torch.ones_like(eigenvalues.real))
+
+
+def singular_pair(s: Tensor) -> tuple[Tensor, Tensor]:
+    """The two singular values of I + s e_p e_q^T that are not 1; their product is 1 (Eq. S4)."""
+    half = s.abs() / 2
+    larger = half + torch.sqrt(1 + half.square())
+    return larger, 1 / larger
+
+
+def of_nilpotent(generator: Tensor, s: Tensor) -> Spectrum:
+    """I + s A for any A with A^2 = 0: every singular value of A gives one pair (Eq. S5).
+
+    Covers the shift and slope lifts, dictionaries, path products and (with a rotation) the joint action.
+    """
+    width = generator.shape[-1]
+    sigma = torch.linalg.svdvals(generator)[..., : width // 2] * s.abs().unsqueeze(-1)
+    larger, smaller = singular_pair(sigma)
+    rest = torch.ones(*larger.shape[:-1], width - 2 * larger.shape[-1], dtype=larger.dtype, device=larger.device)
+    values = torch.cat([larger, rest, smaller], -1).sort(-1, descending=True).values
+    return Spectrum(torch.ones_like(values).to(torch.complex128), values)
+
+
+def of_slope(s: Tensor, width: int) -> Spectrum:
+    """I + s e_{D+2} e_{D+1}^T in GL(D + 2): ALiBi, FoX (s = -b), GRAPE-A and GRAPE-AP (Eq. S4)."""
+    larger, smaller = singular_pair(s)
+    rest = larger.new_ones(*larger.shape, width)
+    values = torch.cat([larger.unsqueeze(-1), rest, smaller.unsqueeze(-1)], -1)
+    return Spectrum(torch.ones_like(values).to(torch.complex128), values)
+
+
+def of_joint(rotation: Spectrum, unipotent: Spectrum) -> Spectrum:
+    """The direct sum of a rotation on D coordinates and a slope on the two lifted ones (Eq. S6)."""
+    eigenvalues = torch.cat([rotation.eigenvalues, unipotent.eigenvalues], -1)
+    values = torch.cat([rotation.singular_values, unipotent.singular_values], -1)
+    return Spectrum(eigenvalues, values.sort(-1, descending=True).values)
+
+
+def of_householder(beta: Tensor, width: int) -> Spectrum:
+    """PaTH's factor I - beta w w^T with |w| = 1: not a rotation unless beta is 0 or 2 (Eq. S7)."""
+    return _one_direction(1 - beta, width)
+
+
+def of_aligned_path(beta: Tensor, width: int) -> Spectrum:
+    """A PaTH product whose directions agree: contraction by prod(1 - beta) along w. beta: (..., L)."""
+    return _one_direction((1 - beta).prod(-1), width)
+
+
+def path_bounds(beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(determinant, lower bound of the smallest, upper bound of the largest singular value).
+
+    For a PaTH product of factors with any directions; beta (..., L) in [0, 2] (Eq. S7).
+    """
+    factor = 1 - beta
+    smallest = factor.abs().clamp(max=1).prod(-1)
+    return factor.prod(-1), smallest, factor.abs().clamp(min=1).prod(-1)
+
+
+def _one_direction(value: Tensor, width: int) -> Spectrum:
+    rest = value.new_ones(*value.shape, width - 1)
+    eigenvalues = torch.cat([value.unsqueeze(-1), rest], -1)
+    return Spectrum(
+        eigenvalues.to(torch.complex128), eigenvalues.abs().sort(-1, descending=True).values
+    )
