@@ -1,1 +1,37 @@
-"""grape_pe"""
+"""Position encodings as group actions: one object says what a token does on arrival.
+
+import grape_pe as grape
+
+enc = grape.build("grape-ap", heads=8, head_dim=64, width=512)
+code = enc(q, k, x=x)
+y = grape.attend(code.q, code.k, v, bias=code.bias)
+"""
+
+from . import bias, encodings, groups
+from .attention import attend
+from .bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
+from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layout, names, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bias",
+    "Encoded",
+    "Encoding",
+    "HeadShape",
+    "NoBias",
+    "PathBias",
+    "SlopeBias",
+    "SlopeTerm",
+    "SumBias",
+    "TileBias",
+    "Tokens",
+    "attend",
+    "bias",
+    "build",
+    "convert_layout",
+    "encodings",
+    "groups",
+    "names",
+    "register",
+]

@@ -14,6 +14,7 @@ from .mixture import JointMixtureRotation, MixtureRotation, orthonormal_columns,
 from .rank2 import Rank2Rotation, complex_structure, quarter_turn, rank2_generator
 from .rotation import (
     BasisRotation,
+    DenseRotation,
     PlaneRotation,
     exact_dtype,
     orthogonal_from,
@@ -35,6 +36,7 @@ from .unipotent import (
 
 __all__ = [
     "BasisRotation",
+    "DenseRotation",
     "Joint",
     "JointMixtureRotation",
     "MixtureRotation",

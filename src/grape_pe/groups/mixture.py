@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .rank2 import rank2_generator, sinc_of_square
+from .rotation import exact_dtype
 
 
 def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
@@ -22,9 +24,13 @@ def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def orthonormal_columns(weight: Tensor) -> Tensor:
-    """W R^-1 with R^T R = W^T W: orthonormal columns, smooth in W (QR with a positive diagonal)."""
-    upper = torch.linalg.cholesky(weight.transpose(-1, -2) @ weight).transpose(-1, -2)
-    return torch.linalg.solve_triangular(upper, weight, upper=True, left=False)
+    """The Q of W = Q R with a positive diagonal of R: orthonormal columns, smooth in W of full rank.
+
+    Formed in float64 by Householder's QR, so the columns stay orthonormal however badly conditioned
+    W becomes (the Cholesky factor of W^T W would square its condition number).
+    """
+    q, r = torch.linalg.qr(weight.to(exact_dtype(weight.device)))
+    return torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2) * q
 
 
 class _SkewExp(torch.autograd.Function):
@@ -42,6 +48,7 @@ class _SkewExp(torch.autograd.Function):
         return out.to(y.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         modes, mu, basis, half, n = ctx.saved_tensors
         y_shape, skew_shape = ctx.shapes

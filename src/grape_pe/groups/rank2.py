@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .rotation import Layout, split_planes
@@ -24,12 +25,9 @@ def rank2_generator(a: Tensor, b: Tensor) -> Tensor:
 
 def quarter_turn(x: Tensor, layout: Layout = "half") -> Tensor:
     """J x: every coordinate plane turned by +90 degrees. An odd last coordinate goes to zero."""
-    out = torch.zeros_like(x)
     x1, x2 = split_planes(x, layout)
-    y1, y2 = split_planes(out, layout)
-    y1.copy_(-x2)
-    y2.copy_(x1)
-    return out
+    turned = torch.cat([-x2, x1], -1) if layout == "half" else torch.stack([-x2, x1], -1).flatten(-2)
+    return F.pad(turned, (0, x.shape[-1] % 2))
 
 
 def complex_structure(width: int, layout: Layout = "half", dtype: torch.dtype | None = None) -> Tensor:
@@ -67,12 +65,19 @@ class Rank2Rotation:
         return cls(a, quarter_turn(a, layout), eta)
 
     def _orthogonal_pair(self) -> tuple[Tensor, Tensor]:
-        """(a, b - proj_a b): the same L, with gamma = 0 and an accurate s for near-parallel a, b."""
+        """(a, b - proj_a b): the same L, with gamma = 0 and an accurate s for near-parallel a, b.
+
+        Projected twice: after one pass a rest of size eps |b| along a is left, which is large beside a
+        nearly parallel b, and the result would not be a rotation.
+        """
         alpha = self.a.square().sum(-1, keepdim=True)
-        gamma = (self.a * self.b).sum(-1, keepdim=True)
         nonzero = alpha > 0
-        ratio = torch.where(nonzero, gamma / torch.where(nonzero, alpha, 1.0), 0.0)
-        return self.a, self.b - ratio * self.a
+        safe = torch.where(nonzero, alpha, 1.0)
+        b = self.b
+        for _ in range(2):
+            gamma = (self.a * b).sum(-1, keepdim=True)
+            b = b - torch.where(nonzero, gamma / safe, 0.0) * self.a
+        return self.a, b
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """f1, f2 of exp(eta L) = I + f1 L + f2 L^2 (Eq. R3)."""
@@ -90,9 +95,9 @@ class Rank2Rotation:
         a, b = a.to(working), b.to(working)
         pair = torch.stack([a, b], -1)  # (..., D, 2)
         uv = _contract(x.to(working), pair)
-        turn = torch.stack(
-            [torch.stack([-f2 * beta, f1], -1), torch.stack([-f1, -f2 * alpha], -1)], -2
-        ).to(working)  # rows: coefficient of a, of b
+        turn = torch.stack([torch.stack([-f2 * beta, f1], -1), torch.stack([-f1, -f2 * alpha], -1)], -2).to(
+            working
+        )  # rows: coefficient of a, of b
         change = (turn * uv.unsqueeze(-2)).sum(-1)
         return x + _expand(change, pair).to(x.dtype)
 
@@ -108,7 +113,7 @@ class Rank2Rotation:
         return Rank2Rotation(self.a, self.b, -self.eta)
 
     def as_matrix(self, width: int | None = None) -> Tensor:
-        generator = rank2_generator(self.a, self.b)
+        generator = rank2_generator(*self._orthogonal_pair())
         f1, f2 = (f[..., None, None] for f in self.coefficients())
         eye = torch.eye(generator.shape[-1], dtype=generator.dtype, device=generator.device)
         return eye + f1 * generator + f2 * (generator @ generator)
@@ -116,7 +121,7 @@ class Rank2Rotation:
 
 def _contract(x: Tensor, pair: Tensor) -> Tensor:
     """(..., D) with (..., D, 2) -> (..., 2); one product when the pair is shared by all tokens."""
-    if pair.shape[-3:-2] in ((), (1,)):
+    if x.dim() > 1 and pair.shape[-3:-2] in ((), (1,)):
         return x @ pair.squeeze(-3) if pair.dim() > 2 else x @ pair
     return (x.unsqueeze(-1) * pair).sum(-2)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Layout = Literal["half", "interleaved"]
 TURN = 2 * math.pi
@@ -51,6 +52,7 @@ class _RotatePlanes(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         y, angle, cos, sin = ctx.saved_tensors
         grad_x = _turn(grad, cos, -sin, ctx.layout) if ctx.needs_input_grad[0] else None
@@ -69,10 +71,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         out[..., -1] = x[..., -1]
     x1, x2 = split_planes(x, layout)
     y1, y2 = split_planes(out, layout)
-    if x.dtype == cos.dtype:
+    if x.dtype == cos.dtype and not torch.compiler.is_compiling():  # the compiler takes no strided out=
         torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
         torch.mul(x1, sin, out=y2).addcmul_(x2, cos)
-    else:  # half precision: turn in float32 and round once
+    else:  # in half precision: turn in float32 and round once
         x1, x2 = x1.to(cos.dtype), x2.to(cos.dtype)
         y1.copy_(torch.addcmul(x1 * cos, x2, sin, value=-1))
         y2.copy_(torch.addcmul(x1 * sin, x2, cos))
@@ -101,9 +103,17 @@ class PlaneRotation:
                 f"{self.angle.shape[-1]} plane angles cannot turn vectors of width {x.shape[-1]}; "
                 f"expected {m} angles, one for each pair of coordinates"
             )
+        shape = torch.broadcast_shapes(x.shape[:-1], self.angle.shape[:-1])
+        if shape != x.shape[:-1]:
+            x = x.expand(*shape, x.shape[-1])
         return _RotatePlanes.apply(x, self.angle, self.cos, self.sin, self.layout)
 
     def compose(self, other: PlaneRotation) -> PlaneRotation:
+        if self.layout != other.layout:
+            raise ValueError(
+                f"plane rotations compose by adding angles only in one layout, got {self.layout!r} and "
+                f"{other.layout!r}; build both with the same layout, or multiply their as_matrix()"
+            )
         return PlaneRotation.from_angle(
             self.angle.double() + other.angle.double(), self.angle.dtype, self.layout
         )
@@ -184,3 +194,22 @@ def unitary_from(weight: Tensor, layout: Layout = "half") -> Tensor:
     m = real.shape[-1]
     order = torch.arange(2 * m, device=weight.device).view(2, m).T.reshape(-1)
     return basis[..., order, :][..., order]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRotation:
+    """A rotation given as its matrix (..., D, D): LieRE. The slow way, kept as a baseline."""
+
+    matrix: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (self.matrix.to(x.dtype) @ x.unsqueeze(-1)).squeeze(-1)
+
+    def compose(self, other: DenseRotation) -> DenseRotation:
+        return DenseRotation(self.matrix @ other.matrix)
+
+    def inverse(self) -> DenseRotation:
+        return DenseRotation(self.matrix.transpose(-1, -2))
+
+    def as_matrix(self, width: int | None = None) -> Tensor:
+        return self.matrix

@@ -78,7 +78,9 @@ def of_nilpotent(generator: Tensor, s: Tensor) -> Spectrum:
     width = generator.shape[-1]
     sigma = torch.linalg.svdvals(generator)[..., : width // 2] * s.abs().unsqueeze(-1)
     larger, smaller = singular_pair(sigma)
-    rest = torch.ones(*larger.shape[:-1], width - 2 * larger.shape[-1], dtype=larger.dtype, device=larger.device)
+    rest = torch.ones(
+        *larger.shape[:-1], width - 2 * larger.shape[-1], dtype=larger.dtype, device=larger.device
+    )
     values = torch.cat([larger, rest, smaller], -1).sort(-1, descending=True).values
     return Spectrum(torch.ones_like(values).to(torch.complex128), values)
 
@@ -121,6 +123,4 @@ def path_bounds(beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _one_direction(value: Tensor, width: int) -> Spectrum:
     rest = value.new_ones(*value.shape, width - 1)
     eigenvalues = torch.cat([value.unsqueeze(-1), rest], -1)
-    return Spectrum(
-        eigenvalues.to(torch.complex128), eigenvalues.abs().sort(-1, descending=True).values
-    )
+    return Spectrum(eigenvalues.to(torch.complex128), eigenvalues.abs().sort(-1, descending=True).values)

@@ -55,7 +55,7 @@ def check_dictionary(p: Tensor, q: Tensor, tolerance: float = 1e-6) -> None:
     scale = p.norm(dim=-1).max() * q.norm(dim=-1).max()
     products = (q @ p.transpose(-1, -2)).abs()
     worst = products.max()
-    if worst > tolerance * scale.clamp_min(1e-30):
+    if not worst <= tolerance * scale.clamp_min(1e-30):  # so that NaN is refused too
         r, s = divmod(int(products.flatten().argmax()) % (p.shape[-2] ** 2), p.shape[-2])
         raise ValueError(
             f"a dictionary needs A_r A_s = 0 for all atoms, but <q_{r}, p_{s}> = {worst.item():.3g}; "
@@ -73,7 +73,12 @@ def shift_generator(u: Tensor) -> tuple[Tensor, Tensor]:
 
 def slope_generator(width: int, rate: Tensor, atoms: int = 1) -> tuple[Tensor, Tensor]:
     """The (D + 2R) lift: A = -sum_r rate_r e_{D+R+r} e_{D+r}^T (Eq. A4). `rate` is (..., R)."""
-    if bool((rate < 0).any()):
+    if rate.dim() and rate.shape[-1] not in (1, atoms):
+        raise ValueError(
+            f"the last axis of rate runs over atoms: expected {atoms} (or 1 for all), got {rate.shape[-1]}; "
+            "a rate for each token is (T, 1)"
+        )
+    if not bool((rate >= 0).all()):
         raise ValueError(
             f"rates must be >= 0 for a penalty that grows with distance, got {rate.min().item():.3g}; "
             "pass its absolute value, or use the signed (D + 1) lift of shift_generator"
@@ -142,7 +147,9 @@ class Joint:
 
     def as_matrix(self, width: int | None = None) -> Tensor:
         rotation = self.rotation.as_matrix(self.width)
-        out = self.unipotent.as_matrix().expand(*rotation.shape[:-2], -1, -1).clone()
+        lifted = self.unipotent.as_matrix()
+        batch = torch.broadcast_shapes(rotation.shape[:-2], lifted.shape[:-2])
+        out = lifted.expand(*batch, -1, -1).clone()
         out[..., : self.width, : self.width] = rotation
         return out
 

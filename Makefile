@@ -1,0 +1,42 @@
+# make test   set up and check everything       make demo   set up and see it work
+# make bench  speed, as ratios to a baseline    make docs   build the site into site/
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: install test test-slow lint demo bench docs clean
+
+install: $(STAMP)
+
+# torch first and by its exact version: an open range may pull several GB of CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: install
+	$(BIN)/python -m pytest -n 2 -m slow
+
+demo: install
+	$(BIN)/python examples/five_lines.py
+	$(BIN)/python examples/own_encoding.py
+	$(BIN)/python examples/laws.py
+
+bench: install
+	$(BIN)/python benchmarks/rotation.py
+
+docs: install
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,240 @@
+"""Biases linear in an offset: ALiBi, FoX, and additive GRAPE with its gates (Eq. A3-A7, G1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..bias import SlopeBias, SlopeTerm, TileBias
+from .base import Encoded, Encoding, HeadShape, State, Tokens
+from .clock import Clock, Gate, softplus_inverse
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The published recipe: geometric for a power of two, else filled up from the next power."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    if power < heads:
+        slopes += alibi_slopes(2 * power)[0::2][: heads - power]
+    return slopes
+
+
+class SlopeEncoding(Encoding):
+    """Base: one fixed slope for each query head, ALiBi's unless `slopes` are given.
+
+    A subclass calls `reset_parameters` when all its parameters exist.
+    """
+
+    slopes: Tensor
+
+    def __init__(self, shape: HeadShape, slopes: Sequence[float] | None = None, coords: int = 1) -> None:
+        super().__init__(shape, coords)
+        if slopes is not None and len(slopes) != shape.heads:
+            raise ValueError(
+                f"slopes must hold one number for each of {shape.heads} heads, got {len(slopes)}"
+            )
+        if slopes is not None and not all(s >= 0 for s in slopes):
+            raise ValueError(
+                f"slopes must be >= 0 (a penalty that grows with distance), got {list(slopes)}; "
+                "pass their absolute values"
+            )
+        self.initial_slopes = list(slopes) if slopes is not None else alibi_slopes(shape.heads)
+        self.register_buffer("slopes", torch.empty(shape.heads))
+
+    def reset_parameters(self) -> None:
+        if not self.slopes.is_meta:
+            self.slopes.copy_(torch.tensor(self.initial_slopes))
+
+    def head_slopes(self, tokens: Tokens) -> Tensor:
+        """(1, H, 1)."""
+        return self.slopes.to(tokens.working).view(1, -1, 1)
+
+    def offsets(self, tokens: Tokens, rate_q: Tensor | None, rate_k: Tensor | None) -> SlopeBias:
+        """One term for each position coordinate: (rate_q + rate_k) * (n_j - n_t)."""
+        axes = [tokens.positions[..., a].unsqueeze(1) for a in range(self.coords)]
+        return SlopeBias(tuple(SlopeTerm(n, n, rate_q, rate_k) for n in axes))
+
+
+class ALiBi(SlopeEncoding):
+    """slope_h * (j - t). With `coords` 2 or 3: `metric` "axis" (a sum of signed offsets) or "radial"."""
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        slopes: Sequence[float] | None = None,
+        coords: int = 1,
+        metric: Literal["axis", "radial"] = "axis",
+    ) -> None:
+        super().__init__(shape, slopes, coords)
+        if metric not in ("axis", "radial"):
+            raise ValueError(f'metric must be "axis" or "radial", got {metric!r}')
+        self.metric = metric
+        self.reset_parameters()
+
+    @property
+    def nonpositive(self) -> bool:  # type: ignore[override]
+        return self.coords == 1 or self.metric == "radial"
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        slopes = self.head_slopes(tokens)
+        if self.metric == "axis":
+            return Encoded(tokens.q, tokens.k, self.offsets(tokens, slopes, None))
+        place = tokens.positions.unsqueeze(1)
+        length = tokens.q.shape[2]
+        query = {"place": place, "slope": slopes.unsqueeze(-1).expand(1, -1, length, 1)}
+        return Encoded(tokens.q, tokens.k, TileBias(_radial_tile, query, {"place": place}))
+
+
+def _radial_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:
+    """-slope * |r_t - r_j|: shift-invariant, but no group action (distances do not add)."""
+    apart = query["place"][:, :, rows].unsqueeze(-2) - key["place"][:, :, cols].unsqueeze(-3)
+    slope = query["slope"][:, :, rows]
+    return -slope * apart.norm(dim=-1).to(slope.dtype)
+
+
+class GatedSlope(SlopeEncoding):
+    """GRAPE-A: the slope follows the content of the query, the key, or both (Eq. G1).
+
+    rate = slope_h * sum_r softplus(omega_hr) * [softplus(v_hr . q / sqrt(D)) + softplus(u_hr . k / sqrt(D))]
+    with unit u, v. `atoms` r > 1 is the commuting dictionary: each atom has coordinates of its own in
+    the lift, so A_r A_s = 0 and their actions add.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        query: bool = True,
+        key: bool = True,
+        atoms: int = 1,
+        slopes: Sequence[float] | None = None,
+        coords: int = 1,
+    ) -> None:
+        super().__init__(shape, slopes, coords)
+        if not isinstance(atoms, int) or atoms < 1:
+            raise ValueError(f"atoms must be a positive integer, got {atoms!r}")
+        if not (query or key):
+            raise ValueError("a gated slope needs query=True or key=True; without a gate use alibi")
+        d = shape.head_dim
+        self.strength = nn.Parameter(torch.empty(shape.heads, atoms))
+        self.v = nn.Parameter(torch.empty(shape.heads, atoms, d)) if query else None
+        self.u = nn.Parameter(torch.empty(shape.kv_heads, atoms, d)) if key else None
+        self.reset_parameters()
+
+    @property
+    def nonpositive(self) -> bool:  # type: ignore[override]
+        return self.coords == 1
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.strength, softplus_inverse(1.0 / self.strength.shape[1]))
+        for direction in (self.v, self.u):
+            if direction is not None:
+                nn.init.normal_(direction)
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        scale = self.head_slopes(tokens).unsqueeze(-1) * F.softplus(self.strength.to(tokens.working))[:, None]
+        rate_q = rate_k = None
+        if self.v is not None:
+            rate_q = (scale * F.softplus(project(tokens.q, self.v))).sum(-1)
+        if self.u is not None:
+            gate = F.softplus(project(tokens.k, self.u)).repeat_interleave(self.shape.group, 1)
+            rate_k = (scale * gate).sum(-1)
+        return Encoded(tokens.q, tokens.k, self.offsets(tokens, rate_q, rate_k))
+
+
+def project(x: Tensor, direction: Tensor) -> Tensor:
+    """<unit direction, x> / sqrt(D) in at least float32: (B, H, T, D), (H, R, D) -> (B, H, T, R)."""
+    working = torch.promote_types(x.dtype, torch.float32)
+    unit = F.normalize(direction.to(working), dim=-1)
+    return torch.einsum("bhtd,hrd->bhtr", x.to(working), unit) * x.shape[-1] ** -0.5
+
+
+class ShiftSlope(SlopeEncoding):
+    """The (D + 1) lift: a translation of [k; 1] gives the *signed* slope -(j - t) omega <u, k_j> (Eq. A3).
+
+    The lift also adds the constant 1 to every score; softmax does not see it and it is left out.
+    """
+
+    nonpositive = False
+
+    def __init__(self, shape: HeadShape, *, slopes: Sequence[float] | None = None, coords: int = 1) -> None:
+        super().__init__(shape, slopes, coords)
+        self.strength = nn.Parameter(torch.empty(shape.heads))
+        self.u = nn.Parameter(torch.empty(shape.kv_heads, 1, shape.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.strength, softplus_inverse(1.0))
+        nn.init.normal_(self.u)
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        scale = self.head_slopes(tokens) * F.softplus(self.strength.to(tokens.working))[:, None]
+        gate = project(tokens.k, self.u).squeeze(-1).repeat_interleave(self.shape.group, 1)
+        return Encoded(tokens.q, tokens.k, self.offsets(tokens, None, -scale * gate))
+
+
+class PhaseSlope(SlopeEncoding):
+    """Phase-modulated GRAPE-A: -slope_h * (Phi_t - Phi_j), Phi an inclusive running sum of gates (Eq. A7).
+
+    `gate` "softplus" or "sigmoid" of the input, starting at one step a token, so that it starts as
+    ALiBi; `phase_per_head` for one clock for each head.
+    """
+
+    contextual = True
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        gate: Gate = "softplus",
+        phase_per_head: bool = False,
+        slopes: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(shape, slopes)
+        assert shape.width is not None
+        clocks = shape.heads if phase_per_head else 1
+        # sigmoid stays below 1; a bias of 64 (divided by 16) starts it at 0.98
+        bias = 64.0 if gate == "sigmoid" else softplus_inverse(1.0)
+        self.clock = Clock(shape.width, clocks, gate, bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.clock.reset_parameters()
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        assert tokens.x is not None
+        total, _ = self.clock(tokens.x, state)
+        term = SlopeTerm(total, total, self.head_slopes(tokens))
+        return Encoded(tokens.q, tokens.k, SlopeBias((term,)), total)
+
+
+class FoX(Encoding):
+    """The Forgetting Transformer: sum for l = j+1 … t of log f_l, f = sigmoid(w_h . x + b_h) (Eq. A7).
+
+    `forget_bias` is the initial b_h.
+    """
+
+    contextual = True
+
+    def __init__(self, shape: HeadShape, *, forget_bias: float = 0.0) -> None:
+        super().__init__(shape)
+        assert shape.width is not None
+        self.clock = Clock(shape.width, shape.heads, "forget", forget_bias, 0.5 / math.sqrt(shape.width))
+
+    def reset_parameters(self) -> None:
+        self.clock.reset_parameters()
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        assert tokens.x is not None
+        forgotten, _ = self.clock(tokens.x, state)
+        one = torch.ones(1, self.shape.heads, 1, dtype=tokens.working, device=tokens.q.device)
+        return Encoded(tokens.q, tokens.k, SlopeBias((SlopeTerm(forgotten, forgotten, one),)), forgotten)

@@ -1,0 +1,275 @@
+"""What an encoding is: what a token does to its query and key on arrival, and what it leaves behind.
+
+Letters: B batch, H query heads, Hkv key heads, T new tokens, D features of a head, C model width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..bias import Bias, NoBias
+from ..groups import exact_dtype
+
+#: What must be carried from earlier tokens: (B, n, S), of which the last T slices belong to the new
+#: tokens; a tuple of such for a composition; None when nothing is carried.
+State = Any
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The sizes an encoding is built for."""
+
+    heads: int
+    head_dim: int
+    kv_heads: int
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "kv_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}; "
+                f"each key head serves heads / kv_heads queries"
+            )
+
+    @property
+    def group(self) -> int:
+        """Queries that share one key head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """New tokens, checked: q (B,H,T,D), k (B,Hkv,T,D), positions (B|1, T, coords) in float64."""
+
+    q: Tensor
+    k: Tensor
+    positions: Tensor
+    x: Tensor | None = None
+    v: Tensor | None = None
+
+    @property
+    def working(self) -> torch.dtype:
+        """The dtype for rates, gates and angles: float32, or float64 for float64 models."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """q and k ready to be scored, the bias to add, and the state for the next tokens."""
+
+    q: Tensor
+    k: Tensor
+    bias: Bias = field(default_factory=NoBias)
+    state: State = None
+
+
+class FullPrecision(nn.Module):
+    """A module whose own parameters and buffers never fall below float32.
+
+    A frequency rounded to bfloat16 is a different frequency: `.to(torch.bfloat16)` moves such
+    tensors but keeps their precision. Child modules (projections) are cast as usual.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullPrecision:
+        def keep(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            too_short = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device) if too_short else moved
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(keep, recurse=False)  # type: ignore[no-any-return]
+
+
+class Encoding(FullPrecision, ABC):
+    """Base of every encoding. A new one defines `encode`, and `reset_parameters` if it has any.
+
+    `forward` checks its inputs once, for all of them; `encode` gets clean `Tokens`.
+    """
+
+    #: replaces the plain product <q, k>; at most one such part in a composition
+    transforms: ClassVar[bool] = False
+    #: reads the block's input x, so `width` is needed
+    contextual: ClassVar[bool] = False
+    #: the paper promises b(t, j) <= 0 for j <= t
+    nonpositive: ClassVar[bool] = True
+
+    def __init__(self, shape: HeadShape, coords: int = 1) -> None:
+        super().__init__()
+        if coords not in (1, 2, 3):
+            raise ValueError(f"coords must be 1, 2 or 3 position coordinates, got {coords!r}")
+        if self.contextual and shape.width is None:
+            raise ValueError(
+                f"{type(self).__name__} reads the block's input x and needs its width; "
+                "pass width=… (the model's hidden size)"
+            )
+        self.shape = shape
+        self.coords = coords
+        #: the `build` call that makes this encoding again
+        self.spec: str | None = None
+
+    def __repr__(self) -> str:
+        return self.spec or super().__repr__()
+
+    @abstractmethod
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        """What the tokens do on arrival."""
+
+    def reset_parameters(self) -> None:
+        """Fill parameters and buffers with their initial values (also after a meta-device build)."""
+
+    @property
+    def breaks_relative_law(self) -> str | None:
+        """Why scores change when all positions shift together; None where they do not."""
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        x: Tensor | None = None,
+        v: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State = None,
+    ) -> Encoded:
+        """Encode new tokens.
+
+        Args:
+            q: (B, H, T, D) after any QK norm. k: (B, Hkv, T, D).
+            x: (B, T, C), the block's input; only contextual encodings read it.
+            v: (B, Hkv, T, Dv); only `grape-ap` with probe="v" reads it.
+            positions: (T,) or (B, T), integer or real; (T, n) or (B, T, n) with n coordinates.
+                Default 0 … T-1, for the start of a sequence only.
+            state: what the previous call returned; None at the start.
+        """
+        self._check_heads(q, k)
+        if self.contextual:
+            self._check_input(x, q)
+        return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)
+
+    def _check_heads(self, q: Tensor, k: Tensor) -> None:
+        shape = self.shape
+        batch, length = (q.shape[0], q.shape[2]) if q.dim() == 4 else (0, 0)
+        if q.shape != (batch, shape.heads, length, shape.head_dim) or q.dim() != 4:
+            raise ValueError(
+                f"q must be (batch, {shape.heads} heads, tokens, {shape.head_dim}), got {tuple(q.shape)}; "
+                "this encoding was built for that many heads and features"
+            )
+        if k.shape != (batch, shape.kv_heads, length, shape.head_dim):
+            raise ValueError(
+                f"k must be (batch, {shape.kv_heads} heads, tokens, {shape.head_dim}) with q's batch and "
+                f"tokens, got {tuple(k.shape)} for q {tuple(q.shape)}; set kv_heads=… for grouped keys"
+            )
+        if q.dtype != k.dtype:
+            raise TypeError(f"q and k must share a dtype, got {q.dtype} and {k.dtype}; cast one of them")
+
+    def _check_input(self, x: Tensor | None, q: Tensor) -> None:
+        want = (q.shape[0], q.shape[2], self.shape.width)
+        if x is None or x.shape != want:
+            got = "nothing" if x is None else str(tuple(x.shape))
+            raise ValueError(
+                f"{type(self).__name__} reads the block's input: expected x of shape {want}, got {got}; "
+                "pass x=… (before the query projection)"
+            )
+
+    def _positions(self, positions: Tensor | None, q: Tensor, state: State) -> Tensor:
+        length, coords = q.shape[2], self.coords
+        if positions is None:
+            if state is not None or coords > 1:
+                why = "continuing from a state" if state is not None else f"coords={coords}"
+                raise ValueError(f"positions must be given when {why}; pass positions=…, one for each token")
+            return torch.arange(length, device=q.device, dtype=exact_dtype(q.device)).view(1, -1, 1)
+        return check_positions(positions, q, coords)
+
+
+def check_positions(positions: Tensor, q: Tensor, coords: int) -> Tensor:
+    """Positions as (B|1, T, coords) in float64, or an error that says what was expected."""
+    batch, length = q.shape[0], q.shape[2]
+    tail = (coords,) if coords > 1 else ()
+    if positions.shape not in ((length, *tail), (batch, length, *tail), (1, length, *tail)):
+        raise ValueError(
+            f"positions must be {(length, *tail)} or {(batch, length, *tail)}, one for each new token; "
+            f"got {tuple(positions.shape)}"
+        )
+    if positions.dtype == torch.bool or positions.is_complex():
+        raise TypeError(f"positions must be integer or real, got {positions.dtype}")
+    if positions.is_floating_point() and not torch.compiler.is_compiling():
+        if positions.dtype.itemsize < 4:
+            raise TypeError(
+                f"positions in {positions.dtype} are wrong from 256 or 2048 on; use integers or float32"
+            )
+        if not bool(positions.isfinite().all()):
+            raise ValueError("positions must be finite, got nan or inf; check how they were computed")
+    return positions.to(q.device, exact_dtype(q.device)).view(-1, length, coords)
+
+
+class NoPE(Encoding):
+    """No position at all: the zero generator."""
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        return Encoded(tokens.q, tokens.k)
+
+
+class Composite(Encoding):
+    """Several encodings at once: at most one transforms q and k, the biases add.
+
+    Every part reads the q and k that came in, so gates see them before the rotation.
+    """
+
+    def __init__(self, shape: HeadShape, parts: dict[str, Encoding]) -> None:
+        coords = max(part.coords for part in parts.values())
+        super().__init__(shape, coords)
+        transforming = [name for name, part in parts.items() if part.transforms]
+        if len(transforming) > 1:
+            raise ValueError(
+                f"at most one part may transform q and k, got {' and '.join(transforming)}; "
+                "two rotations that do not commute keep no relative law. Compose one with biases"
+            )
+        uneven = {name: part.coords for name, part in parts.items() if part.coords not in (coords,)}
+        if uneven and not all(isinstance(parts[name], NoPE) for name in uneven):
+            raise ValueError(f"all parts must share coords={coords}, got {uneven}; pass coords to each")
+        self.parts = nn.ModuleDict(parts)
+
+    @property
+    def _parts(self) -> list[Encoding]:
+        return list(self.parts.values())  # type: ignore[arg-type]
+
+    @property
+    def nonpositive(self) -> bool:  # type: ignore[override]
+        return all(part.nonpositive for part in self._parts)
+
+    @property
+    def breaks_relative_law(self) -> str | None:
+        reasons = (part.breaks_relative_law for part in self._parts)
+        return next((reason for reason in reasons if reason), None)
+
+    def reset_parameters(self) -> None:
+        for part in self._parts:
+            part.reset_parameters()
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        states = (None,) * len(self._parts) if state is None else state
+        codes = []
+        for part, part_state in zip(self._parts, states, strict=True):
+            if part.contextual:
+                part._check_input(tokens.x, tokens.q)
+            codes.append(part.encode(tokens, part_state))
+        bias: Bias = sum((code.bias for code in codes[1:]), codes[0].bias)
+        q, k = tokens.q, tokens.k
+        for part, code in zip(self._parts, codes, strict=True):
+            if part.transforms:
+                q, k = code.q, code.k
+        carried = tuple(code.state for code in codes)
+        return Encoded(q, k, bias, carried if any(s is not None for s in carried) else None)

@@ -1,0 +1,68 @@
+"""Contextual clocks: running sums of a non-negative gate of the input, one step a token.
+
+FoX's log-forget, GRAPE's contextual phase and its phase-modulated slope are the same thing with
+different gates (Eq. M10, A7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..groups import exact_dtype
+
+Gate = Literal["sigmoid", "softplus", "forget"]
+STEPS: dict[Gate, Callable[[Tensor], Tensor]] = {
+    "sigmoid": lambda z: torch.sigmoid(z / 16),  # the authors' experiments divide by 16
+    "softplus": F.softplus,
+    "forget": lambda z: F.softplus(-z),  # -log sigmoid(z): how much is forgotten
+}
+
+
+def softplus_inverse(y: float) -> float:
+    """z with softplus(z) = y."""
+    return y + math.log(-math.expm1(-y))
+
+
+class Clock(nn.Module):
+    """(B, T, C) -> (B, n, T): inclusive running sums in float64, continued from a state."""
+
+    def __init__(self, width: int, clocks: int, gate: Gate, bias: float, weight_std: float = 0.0) -> None:
+        super().__init__()
+        if gate not in STEPS:
+            raise ValueError(f"gate must be one of {', '.join(map(repr, STEPS))}; got {gate!r}")
+        self.gate, self.initial_bias, self.weight_std = gate, bias, weight_std
+        self.projection = nn.Linear(width, clocks)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.projection.bias.fill_(self.initial_bias)
+            self.projection.weight.normal_(0.0, self.weight_std)
+
+    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(sum up to and including each token, sum before each token)."""
+        z = self.projection(x)
+        z = z.to(torch.promote_types(z.dtype, torch.float32)).transpose(1, 2)
+        steps = STEPS[self.gate](z)
+        total = steps.cumsum(-1, dtype=exact_dtype(x.device))
+        start = torch.zeros_like(total[..., :1])
+        if state is not None:
+            start = self._last(state, total)
+            total = total + start
+        return total, torch.cat([start, total[..., :-1]], -1)
+
+    @staticmethod
+    def _last(state: Tensor, total: Tensor) -> Tensor:
+        if not isinstance(state, Tensor) or state.shape[:2] != total.shape[:2] or state.shape[-1] < 1:
+            got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+            raise ValueError(
+                f"state must be what the previous call returned, ({total.shape[0]}, {total.shape[1]}, …); "
+                f"got {got}"
+            )
+        return state[..., -1:]

@@ -1,0 +1,97 @@
+"""The angular frequencies of rotation planes: fixed or learned, shared or per key head, 1D to 3D."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..groups import exact_dtype
+from .base import FullPrecision
+
+Spectrum = Literal["log-uniform"] | Sequence[float]
+Axes = Literal["disjoint", "mixed"]
+
+#: A learned frequency is theta0 * exp(delta / 16): Adam's step on delta moves log theta by a sixteenth.
+STEP_DIVISOR = 16.0
+
+
+def log_uniform(planes: int, base: float) -> Tensor:
+    """theta_i = base^(-i/planes), rounded to float32 exactly as Hugging Face's RoPE does (Eq. M6)."""
+    exponent = torch.arange(0, 2 * planes, 2, dtype=torch.int64).float() / max(2 * planes, 1)
+    return 1.0 / (base**exponent)
+
+
+class Frequencies(FullPrecision):
+    """theta (groups, coords, planes) in float64: the angle of plane i is sum_a n_a theta[a, i] (Eq. M11).
+
+    `disjoint` axes share out the planes, each axis with its own full spectrum; `mixed` lets every
+    axis turn every plane. The initial spectrum is exact: learning moves `delta`, which starts at 0.
+    """
+
+    initial: Tensor
+
+    def __init__(
+        self,
+        planes: int,
+        *,
+        coords: int = 1,
+        groups: int = 1,
+        base: float = 10_000.0,
+        spectrum: Spectrum = "log-uniform",
+        axes: Axes = "disjoint",
+        learned: bool = False,
+    ) -> None:
+        super().__init__()
+        if axes not in ("disjoint", "mixed"):
+            raise ValueError(f'axes must be "disjoint" or "mixed", got {axes!r}')
+        if not (isinstance(base, (int, float)) and base > 0 and math.isfinite(base)):
+            raise ValueError(f"base must be a positive number, got {base!r}")
+        self.planes, self.coords, self.base, self.axes = planes, coords, float(base), axes
+        self.spectrum = spectrum
+        self._check_spectrum()
+        self.register_buffer("initial", torch.empty(1, coords, planes))
+        self.delta = nn.Parameter(torch.empty(groups, coords, planes)) if learned else None
+        self.reset_parameters()
+
+    def _check_spectrum(self) -> None:
+        if isinstance(self.spectrum, str):
+            if self.spectrum != "log-uniform":
+                raise ValueError(
+                    f'spectrum must be "log-uniform" or a sequence of frequencies, got {self.spectrum!r}'
+                )
+        elif len(self.spectrum) != self.planes:
+            raise ValueError(
+                f"spectrum must hold one frequency for each of the {self.planes} planes, "
+                f"got {len(self.spectrum)}"
+            )
+
+    def _axis_spectrum(self, planes: int) -> Tensor:
+        if isinstance(self.spectrum, str):
+            return log_uniform(planes, self.base)
+        return torch.tensor(list(self.spectrum), dtype=torch.float32)[:planes]
+
+    def _initial_spectrum(self) -> Tensor:
+        theta = torch.zeros(self.coords, self.planes)
+        if self.axes == "mixed" and self.coords > 1:
+            direction = torch.randn(self.coords, self.planes)
+            return self._axis_spectrum(self.planes) * direction / direction.norm(dim=0)
+        for axis, planes in enumerate(torch.arange(self.planes).tensor_split(self.coords)):
+            theta[axis, planes] = self._axis_spectrum(len(planes))
+        return theta
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            if not self.initial.is_meta:
+                self.initial.copy_(self._initial_spectrum())
+            if self.delta is not None:
+                self.delta.zero_()
+
+    def forward(self) -> Tensor:
+        theta = self.initial.to(exact_dtype(self.initial.device))
+        if self.delta is not None:
+            theta = theta * torch.exp(self.delta.to(theta.dtype) / STEP_DIVISOR)
+        return theta

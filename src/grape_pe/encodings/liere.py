@@ -1,0 +1,41 @@
+"""LieRE (Ostmeier et al., 2025): a dense skew generator for each axis, exponentiated for each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..groups import DenseRotation
+from .base import HeadShape, State, Tokens
+from .rotary import RotationEncoding
+
+
+class LieRE(RotationEncoding):
+    """exp(sum_a n_a (W_a - W_a^T)) by `matrix_exp`: O(D^3) a token. A baseline, slow by nature.
+
+    `per_head` for generators of each key head; `coords` 1-3. With one coordinate the relative law
+    is exact up to the accuracy of matrix_exp; with more the generators do not commute.
+    """
+
+    def __init__(self, shape: HeadShape, *, per_head: bool = True, coords: int = 1) -> None:
+        super().__init__(shape, coords)
+        heads = shape.kv_heads if per_head else 1
+        self.weight = nn.Parameter(torch.empty(heads, coords, shape.head_dim, shape.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.shape.head_dim**-0.5)
+
+    @property
+    def breaks_relative_law(self) -> str | None:
+        if self.coords == 1:
+            return None
+        return "generators of different axes do not commute, so exp(x + y) is not exp(x) exp(y)"
+
+    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
+        weight = self.weight.to(tokens.positions.dtype)
+        skew = weight - weight.transpose(-1, -2)
+        generator = torch.einsum("btn,hnde->bhtde", tokens.positions, skew)
+        return DenseRotation(torch.linalg.matrix_exp(generator).unsqueeze(2)), None

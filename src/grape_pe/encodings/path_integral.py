@@ -1,0 +1,105 @@
+"""GRAPE-AP: a bias summed along the path from key to query, as the query sees it (Eq. P1-P3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..bias import LINKS, Link, PathBias
+from ..groups import PlaneRotation
+from .additive import SlopeEncoding
+from .base import Encoded, HeadShape, State, Tokens
+
+ProbeRotation = Literal["key", "relative", "none"]
+ProbeSource = Literal["linear", "q", "k", "v"]
+RMS_EPS = 1e-5
+
+
+class PathIntegral(SlopeEncoding):
+    """sum for l = j+1 … t of slope_h * g(<p_t, R_l p_l> / P), with p a small probe of each token.
+
+    Options: `probe` "linear" (of x, `probe_dim` features a key head), or "q", "k", "v" to read it off
+    those; `probe_rotation` "key" (the paper: only p_l turns, so the bias depends on where the path
+    lies), "relative" (both turn: shift-invariant) or "none"; `link` "logsigmoid" or "bounded";
+    `normalize_query=False` leaves p_t as it is, as the authors' code does; `slopes`.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        probe: ProbeSource = "linear",
+        probe_dim: int | None = None,
+        probe_rotation: ProbeRotation = "key",
+        link: Link = "logsigmoid",
+        normalize_query: bool = True,
+        slopes: Sequence[float] | None = None,
+    ) -> None:
+        self.contextual = probe == "linear"  # type: ignore[misc]
+        super().__init__(shape, slopes)
+        _check_choice("probe", probe, ("linear", "q", "k", "v"))
+        _check_choice("probe_rotation", probe_rotation, ("key", "relative", "none"))
+        _check_choice("link", link, tuple(LINKS))
+        if probe_dim is not None and (probe != "linear" or probe_dim < 1):
+            raise ValueError(
+                f'probe_dim must be positive and goes with probe="linear" only (a tied probe has the '
+                f"width of {probe}); got probe_dim={probe_dim!r}"
+            )
+        self.source, self.rotation, self.link = probe, probe_rotation, link
+        self.normalize_query = normalize_query
+        self.projection = None
+        if probe == "linear":
+            assert shape.width is not None
+            self.projection = nn.Linear(shape.width, shape.kv_heads * (probe_dim or 8), bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.projection is not None:
+            nn.init.normal_(self.projection.weight, std=0.5 / self.projection.in_features**0.5)
+
+    @property
+    def breaks_relative_law(self) -> str | None:
+        if self.rotation != "key":
+            return None
+        return (
+            'probe_rotation="key" turns only the key probe, so the bias depends on absolute positions; '
+            'use probe_rotation="relative"'
+        )
+
+    def probes(self, tokens: Tokens) -> Tensor:
+        """(B, Hkv or H, T, P) in at least float32."""
+        if self.projection is not None:
+            assert tokens.x is not None
+            probe = self.projection(tokens.x).unflatten(-1, (self.shape.kv_heads, -1)).transpose(1, 2)
+        else:
+            given = {"q": tokens.q, "k": tokens.k, "v": tokens.v}[self.source]
+            if given is None:
+                raise ValueError('grape-ap with probe="v" reads the values: pass v=… (B, Hkv, T, Dv)')
+            probe = given
+        return probe.to(tokens.working)
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        probe = self.probes(tokens)
+        unit = F.rms_norm(probe, probe.shape[-1:], eps=RMS_EPS)
+        query = unit if self.normalize_query else probe
+        key = unit
+        if self.rotation != "none":
+            turn = self._turn(tokens, probe.shape[-1])
+            key = turn.apply(key)
+            query = turn.apply(query) if self.rotation == "relative" else query
+        bias = PathBias(query, key, self.head_slopes(tokens), self.link)
+        return Encoded(tokens.q, tokens.k, bias)
+
+    def _turn(self, tokens: Tokens, width: int) -> PlaneRotation:
+        """exp(n J): every plane by one radian a position."""
+        angle = tokens.positions[..., :1].unsqueeze(1)
+        return PlaneRotation.from_angle(angle.expand(*angle.shape[:-1], width // 2), tokens.working)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

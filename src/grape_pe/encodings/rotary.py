@@ -1,0 +1,294 @@
+"""Rotations of q and k: RoPE, and multiplicative GRAPE in all its forms."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..groups import (
+    BasisRotation,
+    JointMixtureRotation,
+    MixtureRotation,
+    PlaneRotation,
+    Rank2Rotation,
+    exact_dtype,
+    orthogonal_from,
+    orthonormal_columns,
+    quarter_turn,
+    skew_from_pairs,
+    unitary_from,
+)
+from ..groups.rotation import Layout
+from .base import Encoded, Encoding, HeadShape, State, Tokens
+from .clock import Clock, Gate, softplus_inverse
+from .frequencies import Axes, Frequencies, Spectrum, log_uniform
+
+
+class RotationEncoding(Encoding):
+    """A token turns its query and key by a group element known on arrival; keys never move again.
+
+    Elements carry the axes (B|1, Hkv|1, 1, T): a rotation belongs to a key head and is shared by
+    the queries of its group.
+    """
+
+    transforms = True
+
+    @abstractmethod
+    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
+        """The group element of each token, and the state to carry."""
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        element, state = self.element(tokens, state)
+        q = self._turn(element, tokens.q.unflatten(1, (self.shape.kv_heads, self.shape.group)))
+        k = self._turn(element, tokens.k.unsqueeze(2))
+        return Encoded(q.flatten(1, 2), k.squeeze(2), state=state)
+
+    def _turn(self, element: Any, x: Tensor) -> Tensor:
+        return element.apply(x)
+
+
+class Rotary(RotationEncoding):
+    """Coordinate planes turned at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
+
+    Options: `base` and `spectrum` of the initial frequencies; `learned`; `per_head` frequencies (of
+    key heads); `layout` of the planes, "half" as in Hugging Face's Llama or "interleaved";
+    `coords` 1-3, with `axes` "disjoint" (each plane follows one axis) or "mixed".
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        base: float = 10_000.0,
+        spectrum: Spectrum = "log-uniform",
+        learned: bool = False,
+        per_head: bool = False,
+        layout: Layout = "half",
+        coords: int = 1,
+        axes: Axes = "disjoint",
+    ) -> None:
+        super().__init__(shape, coords)
+        check_layout(layout)
+        self.layout = layout
+        self.frequencies = Frequencies(
+            shape.head_dim // 2,
+            coords=coords,
+            groups=shape.kv_heads if per_head else 1,
+            base=base,
+            spectrum=spectrum,
+            axes=axes,
+            learned=learned,
+        )
+
+    def reset_parameters(self) -> None:
+        self.frequencies.reset_parameters()
+
+    def planes(self, tokens: Tokens) -> PlaneRotation:
+        angle = torch.einsum("btn,gnm->bgtm", tokens.positions, self.frequencies()).unsqueeze(2)
+        return PlaneRotation.from_angle(angle, tokens.q.dtype, self.layout)
+
+    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
+        return self.planes(tokens), None
+
+
+class ContextualRotary(RotationEncoding):
+    """GRAPE-M with a contextual phase: angle = Phi_t theta_i, Phi_t the sum of gates before t (Eq. M10).
+
+    Options: `gate` "sigmoid" (the experiments) or "softplus"; `phase_per_head` for one phase for each
+    key head instead of one for all; `base`, `spectrum`, `learned`, `layout` as for grape-m.
+    """
+
+    contextual = True
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        gate: Gate = "sigmoid",
+        phase_per_head: bool = False,
+        base: float = 10_000.0,
+        spectrum: Spectrum = "log-uniform",
+        learned: bool = True,
+        layout: Layout = "half",
+    ) -> None:
+        super().__init__(shape)
+        check_layout(layout)
+        self.layout = layout
+        assert shape.width is not None
+        clocks = shape.kv_heads if phase_per_head else 1
+        self.clock = Clock(shape.width, clocks, gate, bias=softplus_inverse(1e-3))
+        self.frequencies = Frequencies(shape.head_dim // 2, base=base, spectrum=spectrum, learned=learned)
+
+    def reset_parameters(self) -> None:
+        self.clock.reset_parameters()
+        self.frequencies.reset_parameters()
+
+    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
+        assert tokens.x is not None
+        total, before = self.clock(tokens.x, state)
+        angle = (before.unsqueeze(-1) * self.frequencies()[:, 0]).unsqueeze(2)
+        return PlaneRotation.from_angle(angle, tokens.q.dtype, self.layout), total
+
+
+class BasisRotary(Rotary):
+    """GRAPE-M in a learned basis: B R B^T with B orthogonal under any optimizer (Eq. M7-M9).
+
+    Options of grape-m, and `basis`: "orthogonal" (any planes) or "unitary" (planes (a_i, J a_i));
+    `basis_per_head` for one basis for each key head. It starts as grape-m exactly.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        basis: Literal["orthogonal", "unitary"] = "orthogonal",
+        basis_per_head: bool = False,
+        learned: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(shape, learned=learned, **options)
+        d, heads = shape.head_dim, shape.kv_heads if basis_per_head else 1
+        if basis not in ("orthogonal", "unitary"):
+            raise ValueError(f'basis must be "orthogonal" or "unitary", got {basis!r}')
+        if basis == "unitary" and d % 2:
+            raise ValueError(f'a unitary basis needs an even head_dim, got {d}; use basis="orthogonal"')
+        self.kind = basis
+        size = (heads, d, d) if basis == "orthogonal" else (heads, 2, d // 2, d // 2)
+        self.weight = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.weight)
+
+    def basis(self) -> Tensor:
+        """(Hkv|1, D, D)."""
+        if self.kind == "unitary":
+            return unitary_from(self.weight, self.layout)
+        return orthogonal_from(self.weight)
+
+    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
+        return BasisRotation(self.basis()[None, :, None], self.planes(tokens)), None
+
+    def _turn(self, element: BasisRotation, x: Tensor) -> Tensor:
+        return element.apply_in_basis(x)
+
+
+class PlaneRotary(RotationEncoding):
+    """One learned plane a key head: exp(-n omega L(a, b)) by Rodrigues' formula, O(D) (Eq. R3-R5).
+
+    `tied=True` sets b = J a. `frequency` is the initial omega; it is learned as grape-m's are.
+    a and b start orthonormal; with a = e_1, b = e_2 this is one plane of RoPE.
+    """
+
+    def __init__(
+        self, shape: HeadShape, *, tied: bool = False, frequency: float = 1.0, layout: Layout = "half"
+    ) -> None:
+        super().__init__(shape)
+        check_layout(layout)
+        if shape.head_dim < 2:
+            raise ValueError(f"a plane needs head_dim >= 2, got {shape.head_dim}; use nope")
+        self.layout = layout
+        self.a = nn.Parameter(torch.empty(shape.kv_heads, shape.head_dim))
+        self.b = None if tied else nn.Parameter(torch.empty(shape.kv_heads, shape.head_dim))
+        self.frequency = Frequencies(1, groups=shape.kv_heads, spectrum=(frequency,), learned=True)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.frequency.reset_parameters()
+        with torch.no_grad():
+            even = 2 * (self.shape.head_dim // 2)
+            self.a.normal_()[:, even:] = 0.0
+            self.a.div_(self.a.norm(dim=-1, keepdim=True))
+            if self.b is not None:
+                self.b.copy_(quarter_turn(self.a, self.layout))
+
+    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
+        exact = exact_dtype(self.a.device)
+        a = self.a.to(exact)
+        b = quarter_turn(a, self.layout) if self.b is None else self.b.to(exact)
+        eta = -tokens.positions[..., 0].unsqueeze(1) * self.frequency()[:, 0]  # (B|1, Hkv, T)
+        return Rank2Rotation(a[None, :, None, None], b[None, :, None, None], eta.unsqueeze(2)), None
+
+
+class MixtureRotary(RotationEncoding):
+    """GRAPE-M with planes that overlap and do not commute, inside a rank-r subspace (Eq. N1-N5).
+
+    `rank` r (even), `per_head` for a mixture for each key head, `base` of the initial spectrum.
+    With `coords` > 1 the generators of different axes do not commute either and the relative law
+    is lost; with one coordinate it is exact.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        rank: int = 8,
+        per_head: bool = False,
+        base: float = 10_000.0,
+        coords: int = 1,
+    ) -> None:
+        super().__init__(shape, coords)
+        if not isinstance(rank, int) or rank % 2 or not 2 <= rank <= shape.head_dim:
+            raise ValueError(
+                f"rank must be even, from 2 to head_dim = {shape.head_dim}, got {rank!r}; planes have width 2"
+            )
+        heads = shape.kv_heads if per_head else 1
+        self.rank, self.base = rank, base
+        self.frame = nn.Parameter(torch.empty(heads, shape.head_dim, rank))
+        self.pairs = nn.Parameter(torch.empty(2, heads, coords, rank - 1, rank))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A chain of planes (e_k, e_k+1): every other one a plane of RoPE, the links between them weak."""
+        nn.init.normal_(self.frame)  # made orthonormal on use
+        theta = log_uniform(self.rank // 2, self.base)
+        strength = torch.empty(self.rank - 1)
+        strength[0::2] = theta
+        strength[1::2] = 0.1 * (theta[:-1] * theta[1:]).sqrt()
+        eye = torch.eye(self.rank)
+        with torch.no_grad():
+            # L(b, a) turns by +theta where L(a, b) turns by -theta
+            self.pairs[0] = strength.sqrt()[:, None] * eye[1:]
+            self.pairs[1] = strength.sqrt()[:, None] * eye[:-1]
+
+    @property
+    def breaks_relative_law(self) -> str | None:
+        if self.coords == 1:
+            return None
+        return "generators of different axes do not commute, so exp(x + y) is not exp(x) exp(y)"
+
+    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
+        exact = exact_dtype(self.frame.device)
+        frame = orthonormal_columns(self.frame.to(exact))[None, :, None]
+        skew = skew_from_pairs(*self.pairs.to(exact))[None, :, None]  # (1, Hkv|1, 1, coords, r, r)
+        n = tokens.positions[:, None, None]  # (B|1, 1, 1, T, coords)
+        if self.coords == 1:
+            return MixtureRotation(frame, skew[..., 0, :, :], n[..., 0]), None
+        return JointMixtureRotation(frame, skew, n), None
+
+
+def check_layout(layout: str) -> None:
+    if layout not in ("half", "interleaved"):
+        raise ValueError(f'layout must be "half" or "interleaved", got {layout!r}')
+
+
+def convert_layout(weight: Tensor, head_dim: int, *, to: Layout) -> Tensor:
+    """Reorder the rows of a q or k projection (heads * head_dim, …) for the other plane layout.
+
+    The converted weights with the converted layout give the same scores, bit for bit.
+    """
+    check_layout(to)
+    if head_dim % 2:
+        raise ValueError(
+            f"head_dim must be even to convert between layouts, got {head_dim}; use {head_dim + 1}"
+        )
+    if weight.shape[0] % head_dim:
+        raise ValueError(
+            f"the first axis must be heads * head_dim, got {weight.shape[0]} rows for head_dim {head_dim}"
+        )
+    pairs = (2, head_dim // 2) if to == "interleaved" else (head_dim // 2, 2)
+    return weight.unflatten(0, (-1, *pairs)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,232 @@
+"""The laws an encoding must keep, as functions: for our own tests and for yours.
+
+    from grape_pe import testing
+
+    testing.assert_relative_law(enc)        # scores do not change when all positions shift
+    testing.assert_streaming(enc)           # any split of the sequence gives the same scores
+
+Each raises AssertionError with the worst deviation, or `LawDoesNotHold` where the encoding itself
+documents that it cannot keep the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .bias import SlopeBias
+from .encodings.base import Encoding, Tokens, check_positions
+from .encodings.rotary import RotationEncoding
+from .groups import Unipotent, lift_key, lift_query, score, slope_generator
+
+#: How far two computations of the same thing may be apart, relative to max(1, |value|).
+TOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
+
+class LawDoesNotHold(Exception):
+    """The encoding says itself that it does not keep this law, and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Random tokens that fit an encoding."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    x: Tensor | None
+    positions: Tensor
+
+    def cut(self, part: slice) -> Sample:
+        x = None if self.x is None else self.x[:, part]
+        q, k, v = (t[:, :, part] for t in (self.q, self.k, self.v))
+        return Sample(q, k, v, x, self.positions[part])
+
+    def at(self, positions: Tensor) -> Sample:
+        return Sample(self.q, self.k, self.v, self.x, positions)
+
+
+def sample(
+    enc: Encoding, *, batch: int = 2, tokens: int = 12, dtype: torch.dtype | None = None, seed: int = 0
+) -> Sample:
+    """Unit normal q, k, v and x for `enc`, at positions 0 … tokens-1 (a random grid in 2D and 3D)."""
+    dtype = dtype or parameter_dtype(enc)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    shape = enc.shape
+    x = draw(batch, tokens, shape.width) if shape.width is not None else None
+    q = draw(batch, shape.heads, tokens, shape.head_dim)
+    k, v = (draw(batch, shape.kv_heads, tokens, shape.head_dim) for _ in range(2))
+    positions = torch.arange(tokens)
+    if enc.coords > 1:
+        positions = torch.randint(0, 32, (tokens, enc.coords), generator=generator)
+    return Sample(q, k, v, x, positions)
+
+
+def parameter_dtype(enc: Encoding) -> torch.dtype:
+    """float64 only if the encoding was moved there."""
+    dtypes = {t.dtype for t in (*enc.parameters(), *enc.buffers()) if t.is_floating_point()}
+    return torch.float64 if dtypes == {torch.float64} else torch.float32
+
+
+def scores(enc: Encoding, data: Sample) -> Tensor:
+    """All logits (B, H, T, T): scaled product plus bias, in float64 from the encoded q and k."""
+    code = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
+    return _logits(code.q, code.k, code.bias.dense(), enc.shape.group)
+
+
+def _logits(q: Tensor, k: Tensor, bias: Tensor | None, group: int) -> Tensor:
+    keys = k.double().repeat_interleave(group, 1)
+    product = q.double() @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return product if bias is None else product + bias.double()
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, what: str, slack: float = 1.0) -> None:
+    """|got - want| <= slack * TOL[dtype] * max(1, |want|), everywhere."""
+    apart = (got.double() - want.double()).abs() / want.double().abs().clamp_min(1.0)
+    worst = apart.max().item() if apart.numel() else 0.0
+    limit = slack * TOL[dtype]
+    assert worst <= limit, f"{what}: off by {worst:.3g}, allowed {limit:.3g} ({dtype})"
+
+
+def assert_relative_law(
+    enc: Encoding, data: Sample | None = None, *, shift: float | Sequence[float] = 1000
+) -> None:
+    """Scores are the same when every position is shifted by the same amount (Eq. M2)."""
+    if enc.breaks_relative_law:
+        raise LawDoesNotHold(enc.breaks_relative_law)
+    data = data or sample(enc)
+    moved = data.positions + torch.as_tensor(shift)
+    assert_close(
+        _causal(scores(enc, data.at(moved))), _causal(scores(enc, data)), data.q.dtype, f"shift by {shift}"
+    )
+
+
+def assert_norm(enc: Encoding, data: Sample | None = None) -> None:
+    """Encoding changes no length of q or k."""
+    data = data or sample(enc)
+    code = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
+    for before, after in ((data.q, code.q), (data.k, code.k)):
+        assert_close(after.double().norm(dim=-1), before.double().norm(dim=-1), data.q.dtype, "norm")
+
+
+def assert_composition(enc: RotationEncoding, data: Sample | None = None) -> None:
+    """G(n) G(m) = G(n + m) and G(n) G(-n) = I, acting on vectors (Eq. M2)."""
+    if enc.breaks_relative_law:
+        raise LawDoesNotHold(enc.breaks_relative_law)
+    data = data or sample(enc)
+    k = data.k.unsqueeze(2)
+    if enc.contextual:  # phases add, so earlier phases n and m act like positions n and m
+        g_n, g_m, g_sum, g_0 = (_element(enc, data, phase) for phase in (3.0, 5.5, 8.5, None))
+        together = g_sum.apply(g_0.apply(k))
+    else:
+        n = data.positions.double()
+        m = torch.rand(n.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 50
+        g_n, g_m, g_sum = (_element(enc, data.at(p)) for p in (n, m, n + m))
+        together = g_sum.apply(k)
+    assert_close(g_n.apply(g_m.apply(k)), together, data.q.dtype, "G(n) G(m) = G(n + m)", 2)
+    assert_close(g_n.inverse().apply(g_n.apply(k)), k, data.q.dtype, "inverse", 2)
+
+
+def _element(enc: RotationEncoding, data: Sample, phase: float | None = None):  # type: ignore[no-untyped-def]
+    tokens = Tokens(data.q, data.k, check_positions(data.positions, data.q, enc.coords), data.x, data.v)
+    _, carried = enc.element(tokens, None)
+    state = None if phase is None else torch.full_like(carried[..., :1], phase)
+    return enc.element(tokens, state)[0]
+
+
+def assert_path_composition(enc: Encoding, data: Sample | None = None) -> None:
+    """b(t, j) = b(t, s) + b(s, j): the bias is a sum over the tokens in between, seen by no one."""
+    data = data or sample(enc)
+    bias = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions).bias.dense()
+    assert bias is not None
+    whole = bias.unsqueeze(-2)  # t, 1, j
+    through = bias.unsqueeze(-1) + bias.unsqueeze(-3)  # b(t, s) + b(s, j)
+    assert_close(through, whole.expand_as(through), data.q.dtype, "b(t,j) = b(t,s) + b(s,j)")
+
+
+def assert_linear_in_offset(enc: Encoding, data: Sample | None = None) -> None:
+    """b doubles when all offsets double: a one-parameter group in the offset (Eq. A1)."""
+    data = data or sample(enc)
+    once, twice = (
+        enc(data.q, data.k, x=data.x, v=data.v, positions=p).bias.dense()
+        for p in (data.positions, 2 * data.positions)
+    )
+    assert once is not None and twice is not None
+    assert_close(twice, 2 * once, data.q.dtype, "b(2 m) = 2 b(m)")
+
+
+def assert_unipotent(enc: Encoding, data: Sample | None = None) -> None:
+    """The bias is what explicit nilpotent generators in GL(D + 2R) score (Eq. A1, A2, A4).
+
+    For one pair of tokens: A = sum_r -rate_r e e^T has A^2 = 0, and <G(t) q, G(j)^-T k> with its
+    exponential is <q, k> plus the bias.
+    """
+    data = data or sample(enc)
+    bias = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions).bias
+    assert isinstance(bias, SlopeBias), f"expected a SlopeBias, got {type(bias).__name__}"
+    d, atoms = data.q.shape[-1], len(bias.terms)
+    tile = bias.tile(slice(0, data.q.shape[2]), slice(0, data.q.shape[2]))
+    for t, j in ((-1, 0), (-1, -1), (data.q.shape[2] // 2, 0)):
+        q, k = (tensor[0, 0, i].double() for tensor, i in ((data.q, t), (data.k, j)))
+        rate = torch.stack([_rate(term, t, j) for term in bias.terms])
+        step = torch.stack([(term.c_k[0, 0, j] - term.c_q[0, 0, t]).double() for term in bias.terms])
+        p, other = slope_generator(d, rate.abs(), atoms)
+        p = p * (rate.sign() * step).unsqueeze(-1)
+        move, still = (Unipotent(p, other, s) for s in torch.tensor([1.0, 0.0], dtype=torch.float64))
+        generator = move.generator()
+        assert (generator @ generator).abs().max() == 0, "the generator is not nilpotent"
+        lifted = lift_query(q, atoms), lift_key(k, atoms)
+        explicit = lifted[0] @ torch.linalg.inv(torch.linalg.matrix_exp(generator)).T @ lifted[1]
+        want = q @ k + tile[0, 0, t, j].double()
+        assert_close(explicit, want, data.q.dtype, "explicit matrices")
+        assert_close(score(still, lifted[0], move, lifted[1]), want, data.q.dtype, "contragredient score")
+
+
+def _rate(term, t: int, j: int) -> Tensor:  # type: ignore[no-untyped-def]
+    rate = torch.zeros((), dtype=torch.float64)
+    if term.rate_q is not None:
+        rate = rate + term.rate_q[0, 0, t if term.rate_q.shape[2] > 1 else 0].double()
+    if term.rate_k is not None:
+        rate = rate + term.rate_k[0, 0, j].double()
+    return rate.detach()
+
+
+def assert_nonpositive(enc: Encoding, data: Sample | None = None) -> None:
+    """No key in the past is favoured by the bias: b(t, j) <= 0 for j <= t."""
+    data = data or sample(enc)
+    bias = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions).bias.dense()
+    if bias is not None:
+        worst = bias.tril().max().item()
+        assert worst <= 0, f"a causal bias of {worst:.3g} is positive"
+
+
+def assert_streaming(enc: Encoding, data: Sample | None = None, cuts: Sequence[int] = (1, 4, 5)) -> None:
+    """Tokens fed in pieces, state and key-side traces carried along, score as if fed at once."""
+    data = data or sample(enc)
+    length = data.q.shape[2]
+    edges = [0, *sorted({c for c in cuts if 0 < c < length}), length]
+    whole = scores(enc, data)
+    state = keys = past = None
+    for start, stop in pairwise(edges):
+        piece = data.cut(slice(start, stop))
+        code = enc(piece.q, piece.k, x=piece.x, v=piece.v, positions=piece.positions, state=state)
+        state = code.state
+        keys = code.k if keys is None else torch.cat([keys, code.k], 2)
+        past = code.bias if past is None else past.extend(code.bias)
+        tile = past.tile(slice(0, stop - start), slice(0, stop))
+        got = _logits(code.q, keys, tile, enc.shape.group)
+        seen = torch.arange(stop) <= torch.arange(start, stop).unsqueeze(-1)
+        want = whole[:, :, start:stop, :stop]
+        assert_close(got[..., seen], want[..., seen], data.q.dtype, f"tokens {start} to {stop}")
+
+
+def _causal(logits: Tensor) -> Tensor:
+    return logits.tril()

@@ -1,0 +1,271 @@
+"""One test for each finding of docs/paper-notes.md: the written form fails, ours holds, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grape_pe.bias import PathBias, SlopeBias, SlopeTerm
+from grape_pe.groups import (
+    BasisRotation,
+    Joint,
+    PlaneRotation,
+    Rank2Rotation,
+    Unipotent,
+    complex_structure,
+    lift_key,
+    lift_query,
+    path_product,
+    quarter_turn,
+    rank2_generator,
+    score,
+    shift_generator,
+    slope_generator,
+    spectrum,
+    unitary_from,
+)
+
+# What counts as equal, and what counts as plainly different, in float64.
+TOL = {"same": 1e-12, "apart": 1e-2}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def unit(width: int, index: int) -> Tensor:
+    return torch.eye(width, dtype=torch.float64)[index]
+
+
+def same(actual: Tensor, expected: Tensor | float) -> None:
+    expected = torch.as_tensor(expected, dtype=torch.float64).expand(actual.shape)
+    torch.testing.assert_close(actual, expected, atol=TOL["same"], rtol=0.0)
+
+
+def apart(actual: Tensor, expected: Tensor | float) -> None:
+    assert (actual - expected).abs().max() > TOL["apart"]
+
+
+def turn(theta: float) -> Tensor:
+    c, s = math.cos(theta), math.sin(theta)
+    return torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
+
+
+def edge_matrix(width: int) -> Tensor:
+    """E = e_{D+2} e_{D+1}^T."""
+    return torch.outer(unit(width + 2, width + 1), unit(width + 2, width))
+
+
+def test_1_the_generator_turns_the_other_way() -> None:
+    a, b = normal(2, 5)
+    pair, quarter = torch.stack([a, b], -1), turn(math.pi / 2)
+    apart(pair @ quarter @ pair.mT, rank2_generator(a, b))
+    same(pair @ quarter @ pair.mT, -rank2_generator(a, b))
+
+    theta, n = 0.3, 7
+    written = torch.linalg.matrix_exp(n * theta * rank2_generator(unit(2, 0), unit(2, 1)))
+    apart(written, turn(n * theta))
+    same(written, turn(-n * theta))
+    rope = PlaneRotation.from_angle(torch.full((1, 1), n * theta, dtype=torch.float64), torch.float64)
+    same(rope.as_matrix(2)[0], turn(n * theta))
+    same(rope.as_matrix(2)[0], Rank2Rotation(unit(2, 0), unit(2, 1), number(-n * theta)).as_matrix())
+
+    vector = normal(6, seed=1)  # L(a, Ja) turns by -|a|^2
+    alpha = vector.square().sum()
+    moved = Rank2Rotation.from_vector(vector, number(0.2)).apply(vector)
+    across = quarter_turn(vector)
+    apart(moved, torch.cos(0.2 * alpha) * vector + torch.sin(0.2 * alpha) * across)
+    same(moved, torch.cos(0.2 * alpha) * vector - torch.sin(0.2 * alpha) * across)
+
+
+def test_2_orthogonal_vectors_do_not_make_orthogonal_planes() -> None:
+    def generators(vectors: Tensor) -> list[Tensor]:
+        return [rank2_generator(a, quarter_turn(a, "interleaved")) for a in vectors]
+
+    # a1 = e1, a2 = e2 are orthogonal, yet span one and the same plane with their quarter turns.
+    one, two = generators(torch.eye(4, dtype=torch.float64)[:2])
+    same(one, two)
+    written = torch.linalg.matrix_exp(0.3 * one) @ torch.linalg.matrix_exp(0.5 * two)
+    same(written[2:, 2:], torch.eye(2, dtype=torch.float64))  # half of the space is never turned
+    rope = spectrum.of_planes(torch.tensor([0.3, 0.5], dtype=torch.float64), 4).eigenvalues
+    apart(torch.linalg.eigvals(written).real.sort().values, rope.real.sort().values)
+
+    # Orthogonal vectors in general: the generators do not even commute.
+    frame = torch.linalg.qr(normal(4, 4)).Q
+    one, two = generators(frame.mT[:2])
+    apart(one @ two, two @ one)
+
+    # A unitary basis: orthogonal to every J a_j too, and RoPE in that basis.
+    basis = unitary_from(normal(2, 2, 2), "interleaved")
+    one, two = generators(basis.mT[0::2])
+    same(one @ two, two @ one)
+    angle = torch.tensor([[0.3, 0.5]], dtype=torch.float64)
+    ours = BasisRotation(basis, PlaneRotation.from_angle(angle, torch.float64, "interleaved")).as_matrix(4)[0]
+    same(ours, torch.linalg.matrix_exp(-0.3 * one) @ torch.linalg.matrix_exp(-0.5 * two))
+    same(torch.linalg.eigvals(ours).real.sort().values, rope.real.sort().values)
+
+
+def test_3_the_closed_form_needs_eta_outside_and_s_squared_inside() -> None:
+    a, b, eta = *normal(2, 5), number(3.0)
+    generator, s = rank2_generator(a, b), spectrum.area(a, b)
+    z = eta * s
+    eye, exact = torch.eye(5, dtype=torch.float64), torch.linalg.matrix_exp(eta * generator)
+    written = eye + z.sin() / z * generator + (1 - z.cos()) / z**2 * generator @ generator
+    apart(written, exact)
+    same(eye + z.sin() / s * generator + (1 - z.cos()) / s**2 * generator @ generator, exact)
+    same(Rank2Rotation(a, b, eta).as_matrix(), exact)
+
+    # At a parallel to b, differentiating through s gives no number; through s^2 the right one.
+    along = a.clone().requires_grad_()
+    square = along.dot(along) * a.dot(a) * 4 - along.dot(2 * a) ** 2
+    (through_s,) = torch.autograd.grad((eta * square.clamp_min(0).sqrt()).cos(), along)
+    assert not through_s.isfinite().all()
+    x, g = normal(1, 5, seed=3), normal(1, 5, seed=4)
+    (slope,) = torch.autograd.grad(Rank2Rotation(along, 2 * a, eta).apply(x), along, g)
+    free = a.clone().requires_grad_()
+    matrix = torch.linalg.matrix_exp(eta * rank2_generator(free, 2 * a))
+    (reference,) = torch.autograd.grad(x @ matrix.mT, free, g)
+    torch.testing.assert_close(slope, reference, atol=1e-10, rtol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["forget", "phase"])
+def test_4_prefix_sums_are_inclusive(kind: str) -> None:
+    step = normal(7).abs()  # -log f of FoX, or the phase increments
+    step = step if kind == "forget" else torch.nn.functional.softplus(step)
+    inclusive = step.cumsum(0)
+    exclusive = inclusive - step
+    wanted = torch.stack([torch.stack([-step[j + 1 : t + 1].sum() for j in range(7)]) for t in range(7)])
+    written = exclusive - exclusive.unsqueeze(-1)
+    apart(written.tril(), wanted.tril())
+    same(written[4, 2], -step[2:4].sum())  # tokens j … t-1: one too early
+    c = inclusive.view(1, 1, -1)
+    ours = SlopeBias((SlopeTerm(c, c, torch.ones(1, 1, 1, dtype=torch.float64)),)).dense()
+    assert ours is not None
+    same(ours[0, 0].tril(), wanted.tril())
+
+
+def test_5_the_forget_factor_has_a_minus() -> None:
+    log_f, (q, k) = -normal(5).abs(), normal(2, 3, seed=1)
+    e, eye = edge_matrix(3), torch.eye(5, dtype=torch.float64)
+    total = log_f.sum()
+
+    def scored(sign: float) -> Tensor:
+        product = eye
+        for value in log_f:
+            product = product @ (eye + sign * value * e)
+        return lift_query(q) @ torch.linalg.inv(product).mT @ lift_key(k)
+
+    same(scored(+1.0), q @ k - total)  # as written: a reward for the past
+    apart(scored(+1.0), q @ k + total)
+    same(scored(-1.0), q @ k + total)
+    same(lift_query(q) @ path_product(3, log_f).contragredient().apply(lift_key(k)), q @ k + total)
+
+
+def test_6_the_joint_nilpotent_sits_in_the_lower_left() -> None:
+    m, rate, theta, (q, k) = -6.0, 0.4, 0.3, normal(2, 2)
+    rotation = PlaneRotation.from_angle(torch.full((1, 1), m * theta, dtype=torch.float64), torch.float64)
+    turned = q @ turn(m * theta) @ k
+
+    written = torch.block_diag(turn(m * theta), torch.tensor([[1.0, m * rate], [0.0, 1.0]]).double())
+    scored = lift_query(q) @ torch.linalg.inv(written).mT @ lift_key(k)
+    same(scored, turned)  # no bias at all, and no constant either
+    apart(scored, turned + m * rate)
+
+    p, r = slope_generator(2, number(rate).unsqueeze(0))
+    joint = Joint(rotation, Unipotent(p, r, number(m)), 2)
+    same(lift_query(q) @ joint.contragredient().as_matrix()[0] @ lift_key(k), turned + m * rate)
+    same(joint.as_matrix()[0, 3, 2], -m * rate)
+
+
+def test_7_radial_offsets_do_not_add_and_axis_offsets_run_from_query_to_key() -> None:
+    i, j, t = normal(3, 3)
+    e, eye = edge_matrix(2), torch.eye(4, dtype=torch.float64)
+
+    def element(offset: Tensor) -> Tensor:
+        return eye - offset * e
+
+    def radial(x: Tensor, y: Tensor) -> Tensor:
+        return (x - y).norm()
+
+    same(radial(t + 5.0, j + 5.0), radial(t, j))  # translation-invariant …
+    apart(element(radial(t, j)) @ element(radial(j, i)), element(radial(t, i)))  # … but no composition
+    weights = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    same(
+        element(weights @ (j - t)) @ element(weights @ (i - j)), element(weights @ (i - t))
+    )  # signed sums of coordinates do compose
+
+    # On one axis the template of the additive score is slope * (j - t), a penalty for the past.
+    n = torch.arange(4, dtype=torch.float64).view(1, 1, -1)
+    dense = SlopeBias((SlopeTerm(n, n, torch.ones(1, 1, 1, dtype=torch.float64)),)).dense()
+    assert dense is not None
+    written = n[0, 0].unsqueeze(-1) - n[0, 0]  # u_t - u_j put in the place of m
+    assert (written.tril() >= 0).all() and written.tril().max() > 0  # a reward that grows with distance
+    same(dense[0, 0], -written)
+    assert (dense.tril() <= 0).all()
+
+
+def probes(mode: str, positions: Tensor) -> PathBias:
+    """GRAPE-AP's bias by hand, every plane of the probe turned at frequency one (Eq. P3)."""
+    probe = normal(1, 2, positions.numel(), 4)
+    angle = positions.unsqueeze(-1).expand(-1, 2)
+    turned = PlaneRotation.from_angle(angle, torch.float64).apply(probe)
+    query = turned if mode == "relative" else probe
+    key = probe if mode == "none" else turned
+    return PathBias(query, key, torch.full((1, 2, 1), 0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", ["key", "relative", "none"])
+def test_8_a_probe_rotated_on_one_side_feels_the_origin(mode: str) -> None:
+    positions = torch.arange(6, dtype=torch.float64)
+    here, there = probes(mode, positions).dense(), probes(mode, positions + 5).dense()
+    assert here is not None and there is not None
+    if mode == "key":  # as written
+        apart(here, there)
+    else:
+        same(here, there)
+    # What turns the key probe is its own absolute position, exp(l J).
+    still, bias = probes("none", positions), probes(mode, positions)
+    turned = torch.linalg.matrix_exp(5 * complex_structure(4, dtype=torch.float64)) @ still.probe_k[0, 0, 5]
+    same(bias.probe_k[0, 0, 5], still.probe_k[0, 0, 5] if mode == "none" else turned)
+
+
+def test_9_the_last_edge_belongs_to_the_sum() -> None:
+    """Constant edges must be ALiBi. With l = t left out, the query's own predecessor costs nothing."""
+    zero = torch.zeros(1, 1, 5, 2, dtype=torch.float64)
+    ours = PathBias(zero, zero, torch.ones(1, 1, 1, dtype=torch.float64)).dense()
+    assert ours is not None
+    distance = (torch.arange(5).unsqueeze(-1) - torch.arange(5)).clamp(min=0).double()
+    written = -math.log(2) * (distance - 1).clamp(min=0)  # sum over j < l < t
+    slope = -math.log(2) * distance  # g(0) = -log 2 an edge
+    apart(written, slope)
+    same(ours[0, 0], slope)
+    same(written[3, 2], 0.0)
+    assert ours[0, 0, 3, 2] < 0
+
+
+def test_10_the_shift_lift_adds_a_constant_and_a_signed_slope() -> None:
+    u, q, k = normal(3, 4)
+    one = torch.ones(1, dtype=torch.float64)
+    p, r = shift_generator(u)
+
+    def scored(i: float, j: float, key: Tensor) -> Tensor:
+        left, right = Unipotent(p, r, number(i)), Unipotent(p, r, number(j))
+        return score(left, torch.cat([q, one]), right, torch.cat([key, one]))
+
+    apart(scored(9, 2, k), q @ k + 7 * (u @ k))  # no constant, as one would read it
+    same(scored(9, 2, k), q @ k + 1 - (2 - 9) * (u @ k))
+    same(scored(4, 4, k), q @ k + 1)
+    # The slope has the sign of <u, k>: for one of k, -k the past is rewarded. The (d+2) lift penalises both.
+    slopes = torch.stack([scored(9, 2, key) - scored(9, 9, key) for key in (k, -k)])
+    assert slopes.min() < 0 < slopes.max()
+    p, r = slope_generator(4, (u @ k).abs().unsqueeze(0))
+    for key in (k, -k):
+        biased = score(Unipotent(p, r, number(9)), lift_query(q), Unipotent(p, r, number(2)), lift_key(key))
+        assert biased < q @ key
