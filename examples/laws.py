@@ -6,7 +6,7 @@ import grape_pe as grape
 from grape_pe import testing
 
 print(
-    f"{'encoding':<14} {'parameters':>10}   largest change of a logit, all positions shifted by 2^20 (float32)"
+    f"{'encoding':<14} {'parameters':>10}   largest change of a logit when positions shift by 2^20 (float32)"
 )
 for name in grape.names():
     torch.manual_seed(0)

@@ -76,10 +76,18 @@ def _divided_difference_sum(
     gap = n[..., None, None] * (mu.unsqueeze(-1) - mu.unsqueeze(-2)).unsqueeze(-3) / 2
     weight = n[..., None, None] * sinc_of_square(gap.square())
     weight = (weight * half.unsqueeze(-1) * half.unsqueeze(-2)).to(g.dtype)
-    tokens = g.conj().unsqueeze(-1) * modes.unsqueeze(-2)
-    total = (tokens * weight).sum_to_size(weight.shape).sum(-3)
+    total = (_pair_sum(g.conj(), modes, weight.shape) * weight).sum(-3)
     full = basis.conj() @ total.to(basis.dtype) @ basis.mT
     return full.real.sum_to_size(shape)
+
+
+def _pair_sum(left: Tensor, right: Tensor, shape: torch.Size) -> Tensor:
+    """left_a right_b for each token, summed over the leading axes that `shape` (..., T, r, r) shares."""
+    lead = "uvwxyz"[: left.dim() - 2]
+    sizes = (1,) * (len(lead) + 3 - len(shape)) + tuple(shape[:-3])
+    kept = "".join(axis for axis, size in zip(lead, sizes, strict=True) if size != 1)
+    total = torch.einsum(f"{lead}ta,{lead}tb->{kept}tab", left, right)
+    return total.reshape(*shape[:-3], *total.shape[-3:])
 
 
 def skew_exp_apply(y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
