@@ -300,5 +300,25 @@ def test_extend_refuses_another_kind(kind: str) -> None:
 
 
 def test_extend_refuses_another_number_of_terms() -> None:
-    with pytest.raises(TypeError, match="1 terms"):
+    with pytest.raises(TypeError, match="can only be extended by its like"):
         build("slope", 2, 2).extend(build("two terms", 2, 2))
+
+
+def test_extend_refuses_to_lose_a_trace() -> None:
+    """A rate on the keys of one part only would otherwise be dropped without a word."""
+    plain, gated = build("slope", 2, 2), build("gated", 2, 2)
+    for first, second in ((plain, gated), (gated, plain)):
+        with pytest.raises(TypeError, match="rate_k"):
+            first.extend(second)
+
+
+def test_extend_expands_what_the_batch_shares() -> None:
+    shared, own = build("slope", 2, 3), build("slope", 2, 2).map(lambda t: t.expand(B, -1, -1))
+    dense = shared.extend(own).dense()
+    assert dense is not None and dense.shape == (B, H, 2, 5)
+
+
+@pytest.mark.parametrize("kind", ["slope", "gated", "fox"])
+def test_all_keys_can_be_dropped(kind: str) -> None:
+    for keys in (1, 3):
+        assert build(kind, 1, keys).keys(slice(keys, None)).key_length == 0

@@ -13,15 +13,16 @@ A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-neg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Link = Literal["logsigmoid", "bounded"]
+BiasT = TypeVar("BiasT", bound="Bias")
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 # Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
@@ -33,14 +34,22 @@ LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
 
 
 class Bias:
-    """Base of the closed set. A kind overrides `tile` and says which tensors run along what."""
-
-    #: names of the tensors with a query axis and with a key axis (both the third: B, H, T, …)
-    query_side: tuple[str, ...] = ()
-    key_side: tuple[str, ...] = ()
+    """Base of the closed set: a kind makes tiles and says which tensors run along queries and keys."""
 
     def tile(self, rows: slice, cols: slice) -> Tensor | None:
         """b[rows, cols] as (B or 1, H or 1, rows, cols); None stands for zero."""
+        raise TypeError(f"{type(self).__name__} is abstract: use one of the kinds in grape_pe.bias")
+
+    def views(self) -> dict[str, Tensor]:
+        """What belongs to queries, by name: (B|1, H|1, Tq|1, …)."""
+        return {}
+
+    def traces(self) -> dict[str, Tensor]:
+        """What tokens leave behind for later queries, by name: (B|1, H|1, Tk, …). A cache keeps these."""
+        return {}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same bias with some of its views or traces exchanged."""
         raise TypeError(f"{type(self).__name__} is abstract: use one of the kinds in grape_pe.bias")
 
     def dense(self) -> Tensor | None:
@@ -50,54 +59,54 @@ class Bias:
     @property
     def query_length(self) -> int | None:
         """Tq, or None when the bias fits any length."""
-        return self._length(self.query_side)
+        return max((view.shape[2] for view in self.views().values()), default=None)
 
     @property
     def key_length(self) -> int | None:
-        return self._length(self.key_side)
-
-    def _length(self, names: tuple[str, ...]) -> int | None:
-        sizes = {getattr(self, name).shape[2] for name in names if getattr(self, name) is not None}
-        return max(sizes, default=None)
+        return max((trace.shape[2] for trace in self.traces().values()), default=None)
 
     def queries(self, rows: slice) -> Self:
-        return self._cut(self.query_side, rows)
+        length = self.query_length
+        return self.replaced({n: t[:, :, rows] for n, t in self.views().items() if t.shape[2] == length})
 
     def keys(self, cols: slice) -> Self:
         """Drop keys. Exact: what a key leaves behind does not depend on the keys before it."""
-        return self._cut(self.key_side, cols)
-
-    def _cut(self, names: tuple[str, ...], part: slice) -> Self:
-        changed = {
-            name: value[:, :, part]
-            for name in names
-            if (value := getattr(self, name)) is not None and value.shape[2] != 1
-        }
-        return replace(self, **changed)  # type: ignore[type-var]
+        return self.replaced({name: trace[:, :, cols] for name, trace in self.traces().items()})
 
     def extend(self, later: Bias) -> Self:
         """This bias's keys followed by those of `later`, seen by the queries of `later`."""
-        if type(later) is not type(self):
+        ours, theirs = self.traces(), later.traces()
+        if type(later) is not type(self) or ours.keys() != theirs.keys():
             raise TypeError(
-                f"a {type(self).__name__} can only be extended by another, got {type(later).__name__}"
+                f"a {type(self).__name__} with {list(ours)} can only be extended by its like, "
+                f"got {type(later).__name__} with {list(theirs)}"
             )
-        joined = {}
-        for name in self.key_side:
-            ours, theirs = getattr(self, name), getattr(later, name)
-            joined[name] = None if ours is None else torch.cat([ours, theirs], 2)
-        return replace(later, **joined)  # type: ignore[type-var, return-value]
+        return later.replaced({name: _join(trace, theirs[name]) for name, trace in ours.items()})  # type: ignore[return-value]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
-        changed = {
-            f.name: change(value)
-            for f in fields(self)  # type: ignore[arg-type]
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return replace(self, **changed)  # type: ignore[type-var]
+        return self.replaced({n: change(t) for n, t in (self.views() | self.traces()).items()})
 
     def __add__(self, other: Bias) -> Bias:
         return _sum([*_parts(self), *_parts(other)])
+
+
+def _join(first: Tensor, second: Tensor) -> Tensor:
+    """Along tokens; a trace shared by the batch or the heads is expanded when the other is not."""
+    lead = torch.broadcast_shapes(first.shape[:2], second.shape[:2])
+    return torch.cat([t.expand(*lead, *t.shape[2:]) for t in (first, second)], 2)
+
+
+def _prefixed(parts: Sequence[Bias], side: Callable[[Bias], dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{i}.{name}": tensor for i, part in enumerate(parts) for name, tensor in side(part).items()}
+
+
+def _replace_parts(parts: Sequence[BiasT], tensors: Mapping[str, Tensor]) -> tuple[BiasT, ...]:
+    split: list[dict[str, Tensor]] = [{} for _ in parts]
+    for name, tensor in tensors.items():
+        index, _, rest = name.partition(".")
+        split[int(index)][rest] = tensor
+    return tuple(part.replaced(mine) for part, mine in zip(parts, split, strict=True))
 
 
 def _parts(bias: Bias) -> tuple[Bias, ...]:
@@ -122,6 +131,9 @@ class NoBias(Bias):
     def tile(self, rows: slice, cols: slice) -> None:
         return None
 
+    def replaced(self, tensors: Mapping[str, Tensor]) -> NoBias:
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class SlopeTerm(Bias):
@@ -137,8 +149,14 @@ class SlopeTerm(Bias):
     rate_q: Tensor | None = None
     rate_k: Tensor | None = None
 
-    query_side = ("c_q", "rate_q")
-    key_side = ("c_k", "rate_k")
+    def views(self) -> dict[str, Tensor]:
+        return {"c_q": self.c_q} | ({} if self.rate_q is None else {"rate_q": self.rate_q})
+
+    def traces(self) -> dict[str, Tensor]:
+        return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         if self.rate_q is None and self.rate_k is None:
@@ -169,28 +187,14 @@ class SlopeBias(Bias):
     def tile(self, rows: slice, cols: slice) -> Tensor:
         return sum((term.tile(rows, cols) for term in self.terms[1:]), self.terms[0].tile(rows, cols))
 
-    @property
-    def query_length(self) -> int | None:
-        return self.terms[0].query_length
+    def views(self) -> dict[str, Tensor]:
+        return _prefixed(self.terms, lambda term: term.views())
 
-    @property
-    def key_length(self) -> int | None:
-        return self.terms[0].key_length
+    def traces(self) -> dict[str, Tensor]:
+        return _prefixed(self.terms, lambda term: term.traces())
 
-    def queries(self, rows: slice) -> SlopeBias:
-        return SlopeBias(tuple(term.queries(rows) for term in self.terms))
-
-    def keys(self, cols: slice) -> SlopeBias:
-        return SlopeBias(tuple(term.keys(cols) for term in self.terms))
-
-    def extend(self, later: Bias) -> SlopeBias:
-        if not isinstance(later, SlopeBias) or len(later.terms) != len(self.terms):
-            raise TypeError(f"a SlopeBias of {len(self.terms)} terms can only be extended by its like")
-        pairs = zip(self.terms, later.terms, strict=True)
-        return SlopeBias(tuple(ours.extend(theirs) for ours, theirs in pairs))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> SlopeBias:
-        return SlopeBias(tuple(term.map(change) for term in self.terms))
+    def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeBias:
+        return SlopeBias(_replace_parts(self.terms, tensors))
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +210,17 @@ class PathBias(Bias):
     rate: Tensor
     link: Link = "logsigmoid"
 
-    query_side = ("probe_q",)
-    key_side = ("probe_k",)
+    def views(self) -> dict[str, Tensor]:
+        return {"probe_q": self.probe_q, "rate": self.rate}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {"probe_k": self.probe_k}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> PathBias:
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def queries(self, rows: slice) -> PathBias:
+        return replace(self, probe_q=self.probe_q[:, :, rows])
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         shift = self.probe_k.shape[2] - self.probe_q.shape[2]
@@ -240,29 +253,16 @@ class TileBias(Bias):
     def tile(self, rows: slice, cols: slice) -> Tensor:
         return self.function(rows, cols, self.query, self.key)
 
-    @property
-    def query_length(self) -> int | None:
-        return max((value.shape[2] for value in self.query.values()), default=None)
+    def views(self) -> dict[str, Tensor]:
+        return {f"query.{name}": tensor for name, tensor in self.query.items()}
 
-    @property
-    def key_length(self) -> int | None:
-        return max((value.shape[2] for value in self.key.values()), default=None)
+    def traces(self) -> dict[str, Tensor]:
+        return {f"key.{name}": tensor for name, tensor in self.key.items()}
 
-    def queries(self, rows: slice) -> TileBias:
-        return replace(self, query={name: value[:, :, rows] for name, value in self.query.items()})
-
-    def keys(self, cols: slice) -> TileBias:
-        return replace(self, key={name: value[:, :, cols] for name, value in self.key.items()})
-
-    def extend(self, later: Bias) -> TileBias:
-        if not isinstance(later, TileBias) or later.key.keys() != self.key.keys():
-            raise TypeError("a TileBias can only be extended by one with the same features")
-        joined = {name: torch.cat([value, later.key[name]], 2) for name, value in self.key.items()}
-        return replace(later, key=joined)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> TileBias:
-        query = {name: change(value) for name, value in self.query.items()}
-        return replace(self, query=query, key={name: change(v) for name, v in self.key.items()})
+    def replaced(self, tensors: Mapping[str, Tensor]) -> TileBias:
+        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
+        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
+        return TileBias(self.function, query, key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,25 +275,14 @@ class SumBias(Bias):
         tiles: list[Any] = [part.tile(rows, cols) for part in self.parts]
         return sum(tiles[1:], tiles[0])
 
-    @property
-    def query_length(self) -> int | None:
-        return self.parts[0].query_length
+    def views(self) -> dict[str, Tensor]:
+        return _prefixed(self.parts, lambda part: part.views())
 
-    @property
-    def key_length(self) -> int | None:
-        return self.parts[0].key_length
+    def traces(self) -> dict[str, Tensor]:
+        return _prefixed(self.parts, lambda part: part.traces())
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> SumBias:
+        return SumBias(_replace_parts(self.parts, tensors))
 
     def queries(self, rows: slice) -> SumBias:
         return SumBias(tuple(part.queries(rows) for part in self.parts))
-
-    def keys(self, cols: slice) -> SumBias:
-        return SumBias(tuple(part.keys(cols) for part in self.parts))
-
-    def extend(self, later: Bias) -> SumBias:
-        if not isinstance(later, SumBias) or len(later.parts) != len(self.parts):
-            raise TypeError(f"a SumBias of {len(self.parts)} parts can only be extended by its like")
-        pairs = zip(self.parts, later.parts, strict=True)
-        return SumBias(tuple(ours.extend(theirs) for ours, theirs in pairs))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> SumBias:
-        return SumBias(tuple(part.map(change) for part in self.parts))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,8 @@ from ..groups import exact_dtype
 #: What must be carried from earlier tokens: (B, n, S), of which the last T slices belong to the new
 #: tokens; a tuple of such for a composition; None when nothing is carried.
 State = Any
+
+NO_BIAS = NoBias()  # a global, because torch.compile can trace neither NoBias() nor a default of it
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Encoded:
 
     q: Tensor
     k: Tensor
-    bias: Bias = field(default_factory=NoBias)
+    bias: Bias
     state: State = None
 
 
@@ -219,7 +221,7 @@ class NoPE(Encoding):
     """No position at all: the zero generator."""
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        return Encoded(tokens.q, tokens.k)
+        return Encoded(tokens.q, tokens.k, NO_BIAS)
 
 
 class Composite(Encoding):

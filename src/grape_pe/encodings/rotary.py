@@ -22,7 +22,7 @@ from ..groups import (
     unitary_from,
 )
 from ..groups.rotation import Layout
-from .base import Encoded, Encoding, HeadShape, State, Tokens
+from .base import NO_BIAS, Encoded, Encoding, HeadShape, State, Tokens
 from .clock import Clock, Gate, softplus_inverse
 from .frequencies import Axes, Frequencies, Spectrum, log_uniform
 
@@ -44,7 +44,7 @@ class RotationEncoding(Encoding):
         element, state = self.element(tokens, state)
         q = self._turn(element, tokens.q.unflatten(1, (self.shape.kv_heads, self.shape.group)))
         k = self._turn(element, tokens.k.unsqueeze(2))
-        return Encoded(q.flatten(1, 2), k.squeeze(2), state=state)
+        return Encoded(q.flatten(1, 2), k.squeeze(2), NO_BIAS, state)
 
     def _turn(self, element: Any, x: Tensor) -> Tensor:
         return element.apply(x)
