@@ -29,8 +29,8 @@ def test_import_needs_torch_only():
 
 
 def test_import_is_fast():
-    """At most 0.2 s beyond torch: the best of five, because a busy machine is not our import."""
-    code = "import torch, time; t = time.perf_counter(); import grape_pe; print(time.perf_counter() - t)"
+    """At most 0.2 s of processor time beyond torch, the best of five."""
+    code = "import torch, time; t = time.process_time(); import grape_pe; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.2
 
 
@@ -69,7 +69,7 @@ def test_version_is_a_release_number():
 
 
 def test_code_cites_only_equations_that_the_docs_number():
-    numbered = set(re.findall(r"\b([MRNAPSG]\d+)\b", (ROOT / "docs" / "math.md").read_text()))
+    numbered = set(re.findall(r"\b([A-Z]\d+)\b", (ROOT / "docs" / "math.md").read_text()))
     for path in (ROOT / "src").rglob("*.py"):
         for cited in re.findall(r"Eq\. ([A-Z]\d+(?:[-,] ?[A-Z]\d+)*)", path.read_text()):
             for label in re.findall(r"[A-Z]\d+", cited):

@@ -184,7 +184,7 @@ def test_householder_is_orthogonal_at_the_ends_only(beta: float) -> None:
 @LAW
 @given(length=st.integers(1, 8), seed=seeds)
 def test_aligned_path(length: int, seed: int) -> None:
-    beta, w = 2 * torch.sigmoid(normal(length, seed=seed)), normal(4, seed=seed + 1)
+    beta, w = 2 * torch.sigmoid(4 * normal(length, seed=seed)), normal(4, seed=seed + 1)
     product = torch.eye(4, dtype=torch.float64)
     for value in beta:
         product = product @ factor(value, w)
@@ -194,7 +194,7 @@ def test_aligned_path(length: int, seed: int) -> None:
 @LAW
 @given(length=st.integers(1, 8), seed=seeds)
 def test_path_bounds(length: int, seed: int) -> None:
-    beta = 2 * torch.sigmoid(normal(length, seed=seed))
+    beta = 2 * torch.sigmoid(4 * normal(length, seed=seed))
     product = torch.eye(4, dtype=torch.float64)
     for value, w in zip(beta, normal(length, 4, seed=seed + 1), strict=True):
         product = product @ factor(value, w)

@@ -10,6 +10,7 @@ y = grape.attend(code.q, code.k, v, bias=code.bias)
 from . import bias, encodings, groups
 from .attention import attend
 from .bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
+from .cache import StreamingCache
 from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layout, names, register
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "PathBias",
     "SlopeBias",
     "SlopeTerm",
+    "StreamingCache",
     "SumBias",
     "TileBias",
     "Tokens",

@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .groups import PlaneRotation, exact_dtype
+
 Link = Literal["logsigmoid", "bounded"]
+ProbeRotation = Literal["key", "relative", "none"]
 BiasT = TypeVar("BiasT", bound="Bias")
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
@@ -66,11 +69,14 @@ class Bias:
         return max((trace.shape[2] for trace in self.traces().values()), default=None)
 
     def queries(self, rows: slice) -> Self:
+        """Keep the last queries. Any other part would not stand at the last key: make a `tile` of it."""
         length = self.query_length
+        _check_tail("queries", rows, length)
         return self.replaced({n: t[:, :, rows] for n, t in self.views().items() if t.shape[2] == length})
 
     def keys(self, cols: slice) -> Self:
-        """Drop keys. Exact: what a key leaves behind does not depend on the keys before it."""
+        """Drop the oldest keys. Exact: what a key leaves behind does not depend on the keys before it."""
+        _check_tail("keys", cols, self.key_length)
         return self.replaced({name: trace[:, :, cols] for name, trace in self.traces().items()})
 
     def extend(self, later: Bias) -> Self:
@@ -83,12 +89,30 @@ class Bias:
             )
         return later.replaced({name: _join(trace, theirs[name]) for name, trace in ours.items()})  # type: ignore[return-value]
 
+    def rebased(self, offset: float) -> Self:
+        """What the tokens would have left behind at positions smaller by `offset`.
+
+        Exact by the group law where there is one; a kind that cannot raises a ValueError.
+        """
+        raise ValueError(
+            f"a {type(self).__name__} cannot be moved to other positions: its features are its own business; "
+            "keep the positions as they are"
+        )
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
         return self.replaced({n: change(t) for n, t in (self.views() | self.traces()).items()})
 
     def __add__(self, other: Bias) -> Bias:
         return _sum([*_parts(self), *_parts(other)])
+
+
+def _check_tail(what: str, part: slice, length: int | None) -> None:
+    if length is not None and (part.stop not in (None, length) or part.step not in (None, 1)):
+        raise ValueError(
+            f"only the last {what} can be kept (the last query stands at the last key): the slice must end "
+            f"at {length}, got {part}; use tile(rows, cols) for any other part"
+        )
 
 
 def _join(first: Tensor, second: Tensor) -> Tensor:
@@ -134,6 +158,9 @@ class NoBias(Bias):
     def replaced(self, tensors: Mapping[str, Tensor]) -> NoBias:
         return self
 
+    def rebased(self, offset: float) -> NoBias:
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class SlopeTerm(Bias):
@@ -142,12 +169,14 @@ class SlopeTerm(Bias):
     `c_q` (B|1, H|1, Tq) and `c_k` (B|1, H|1, Tk) are the same coordinate seen from both sides, in
     float64 where it grows with the sequence; `rate_q` (B|1, H, Tq|1) and `rate_k` (B|1, H, Tk) may
     be None for zero. The difference is taken before the product, so nothing cancels at long range.
+    `counts` says what c is: positions, or a running sum that knows nothing of positions.
     """
 
     c_q: Tensor
     c_k: Tensor
     rate_q: Tensor | None = None
     rate_k: Tensor | None = None
+    counts: Literal["positions", "sum"] = "positions"
 
     def views(self) -> dict[str, Tensor]:
         return {"c_q": self.c_q} | ({} if self.rate_q is None else {"rate_q": self.rate_q})
@@ -158,18 +187,21 @@ class SlopeTerm(Bias):
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
+    def rebased(self, offset: float) -> SlopeTerm:
+        return replace(self, c_k=self.c_k - offset) if self.counts == "positions" else self
+
     def __post_init__(self) -> None:
         if self.rate_q is None and self.rate_k is None:
             raise ValueError("a SlopeTerm needs rate_q or rate_k (None means zero); got neither")
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        term = self.queries(rows).keys(cols)
-        offset = term.c_k.unsqueeze(-2) - term.c_q.unsqueeze(-1)
+        offset = self.c_k[:, :, cols].unsqueeze(-2) - self.c_q[:, :, rows].unsqueeze(-1)
         rate: Tensor | float = 0.0
-        if term.rate_q is not None:
-            rate = rate + term.rate_q.unsqueeze(-1)
-        if term.rate_k is not None:
-            rate = rate + term.rate_k.unsqueeze(-2)
+        if self.rate_q is not None:
+            same_for_all = self.rate_q.shape[2] == 1
+            rate = rate + (self.rate_q if same_for_all else self.rate_q[:, :, rows]).unsqueeze(-1)
+        if self.rate_k is not None:
+            rate = rate + self.rate_k[:, :, cols].unsqueeze(-2)
         assert isinstance(rate, Tensor)
         return rate * offset.to(rate.dtype)
 
@@ -196,6 +228,9 @@ class SlopeBias(Bias):
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeBias:
         return SlopeBias(_replace_parts(self.terms, tensors))
 
+    def rebased(self, offset: float) -> SlopeBias:
+        return SlopeBias(tuple(term.rebased(offset) for term in self.terms))
+
 
 @dataclass(frozen=True, eq=False)
 class PathBias(Bias):
@@ -203,12 +238,14 @@ class PathBias(Bias):
 
     `probe_q` (B, Hp, Tq, P) and `probe_k` (B, Hp, Tk, P), the latter rotated on arrival, with Hp a
     divisor of H; `rate` (1, H, 1). The sum runs over tokens, and is empty (zero) for j >= t.
+    `rotation` says which probes are turned by their position (Eq. P3).
     """
 
     probe_q: Tensor
     probe_k: Tensor
     rate: Tensor
     link: Link = "logsigmoid"
+    rotation: ProbeRotation = "none"
 
     def views(self) -> dict[str, Tensor]:
         return {"probe_q": self.probe_q, "rate": self.rate}
@@ -220,7 +257,21 @@ class PathBias(Bias):
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     def queries(self, rows: slice) -> PathBias:
+        _check_tail("queries", rows, self.query_length)
         return replace(self, probe_q=self.probe_q[:, :, rows])
+
+    def rebased(self, offset: float) -> PathBias:
+        if self.rotation == "none":
+            return self
+        if self.rotation == "key":
+            raise ValueError(
+                'with probe_rotation="key" the bias of grape-ap depends on absolute positions and cannot be '
+                'moved; use probe_rotation="relative"'
+            )
+        width = self.probe_k.shape[-1]
+        angle = torch.full((width // 2,), -float(offset), dtype=exact_dtype(self.probe_k.device))
+        turn = PlaneRotation.from_angle(angle.to(self.probe_k.device), self.probe_k.dtype)
+        return replace(self, probe_k=turn.apply(self.probe_k))
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         shift = self.probe_k.shape[2] - self.probe_q.shape[2]
@@ -283,6 +334,9 @@ class SumBias(Bias):
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SumBias:
         return SumBias(_replace_parts(self.parts, tensors))
+
+    def rebased(self, offset: float) -> SumBias:
+        return SumBias(tuple(part.rebased(offset) for part in self.parts))
 
     def queries(self, rows: slice) -> SumBias:
         return SumBias(tuple(part.queries(rows) for part in self.parts))

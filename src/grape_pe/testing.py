@@ -21,7 +21,7 @@ from torch import Tensor
 from .bias import SlopeBias
 from .encodings.base import Encoding, Tokens, check_positions
 from .encodings.rotary import RotationEncoding
-from .groups import Unipotent, lift_key, lift_query, score, slope_generator
+from .groups import Unipotent, lift_key, lift_query, matrix_exp, score, slope_generator
 
 #: How far two computations of the same thing may be apart, relative to max(1, |value|).
 TOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
@@ -184,7 +184,7 @@ def assert_unipotent(enc: Encoding, data: Sample | None = None) -> None:
         generator = move.generator()
         assert (generator @ generator).abs().max() == 0, "the generator is not nilpotent"
         lifted = lift_query(q, atoms), lift_key(k, atoms)
-        explicit = lifted[0] @ torch.linalg.inv(torch.linalg.matrix_exp(generator)).T @ lifted[1]
+        explicit = lifted[0] @ torch.linalg.inv(matrix_exp(generator)).T @ lifted[1]
         want = q @ k + tile[0, 0, t, j].double()
         assert_close(explicit, want, data.q.dtype, "explicit matrices")
         assert_close(score(still, lifted[0], move, lifted[1]), want, data.q.dtype, "contragredient score")

@@ -213,7 +213,7 @@ class PhaseSlope(SlopeEncoding):
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         assert tokens.x is not None
         total, _ = self.clock(tokens.x, state)
-        term = SlopeTerm(total, total, self.head_slopes(tokens))
+        term = SlopeTerm(total, total, self.head_slopes(tokens), counts="sum")
         return Encoded(tokens.q, tokens.k, SlopeBias((term,)), total)
 
 
@@ -237,4 +237,5 @@ class FoX(Encoding):
         assert tokens.x is not None
         forgotten, _ = self.clock(tokens.x, state)
         one = torch.ones(1, self.shape.heads, 1, dtype=tokens.working, device=tokens.q.device)
-        return Encoded(tokens.q, tokens.k, SlopeBias((SlopeTerm(forgotten, forgotten, one),)), forgotten)
+        term = SlopeTerm(forgotten, forgotten, one, counts="sum")
+        return Encoded(tokens.q, tokens.k, SlopeBias((term,)), forgotten)

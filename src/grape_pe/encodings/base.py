@@ -128,6 +128,12 @@ class Encoding(FullPrecision, ABC):
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         """What the tokens do on arrival."""
 
+    def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
+        """Encoded keys as if at positions smaller by `offset`; a ValueError where no law allows it."""
+        if self.breaks_relative_law:
+            raise ValueError(f"keys cannot be moved to other positions: {self.breaks_relative_law}")
+        return k
+
     def reset_parameters(self) -> None:
         """Fill parameters and buffers with their initial values (also after a meta-device build)."""
 
@@ -214,7 +220,8 @@ def check_positions(positions: Tensor, q: Tensor, coords: int) -> Tensor:
             )
         if not bool(positions.isfinite().all()):
             raise ValueError("positions must be finite, got nan or inf; check how they were computed")
-    return positions.to(q.device, exact_dtype(q.device)).view(-1, length, coords)
+    rows = positions.shape[0] if positions.dim() > len((length, *tail)) else 1
+    return positions.to(q.device, exact_dtype(q.device)).reshape(rows, length, coords)
 
 
 class NoPE(Encoding):
@@ -256,6 +263,11 @@ class Composite(Encoding):
     def breaks_relative_law(self) -> str | None:
         reasons = (part.breaks_relative_law for part in self._parts)
         return next((reason for reason in reasons if reason), None)
+
+    def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
+        for part in self._parts:
+            k = part.rebase_keys(k, offset)
+        return k
 
     def reset_parameters(self) -> None:
         for part in self._parts:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..groups import DenseRotation
+from ..groups import DenseRotation, matrix_exp
 from .base import HeadShape, State, Tokens
 from .rotary import RotationEncoding
 
@@ -38,4 +38,4 @@ class LieRE(RotationEncoding):
         weight = self.weight.to(tokens.positions.dtype)
         skew = weight - weight.transpose(-1, -2)
         generator = torch.einsum("btn,hnde->bhtde", tokens.positions, skew)
-        return DenseRotation(torch.linalg.matrix_exp(generator).unsqueeze(2)), None
+        return DenseRotation(matrix_exp(generator).unsqueeze(2)), None

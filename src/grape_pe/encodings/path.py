@@ -68,7 +68,7 @@ class PaTH(Encoding):
         before = F.pad(features, (tail, 0))
         if state is not None:
             before = torch.cat([F.pad(state, (tail, 0))[..., state.shape[-1] :], features], -1)
-        return self.conv(before), before
+        return (self.conv(before) if features.shape[-1] else features), before
 
 
 def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:

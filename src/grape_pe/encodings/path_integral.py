@@ -8,12 +8,11 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bias import LINKS, Link, PathBias
+from ..bias import LINKS, Link, PathBias, ProbeRotation
 from ..groups import PlaneRotation
 from .additive import SlopeEncoding
 from .base import Encoded, HeadShape, State, Tokens
 
-ProbeRotation = Literal["key", "relative", "none"]
 ProbeSource = Literal["linear", "q", "k", "v"]
 RMS_EPS = 1e-5
 
@@ -91,7 +90,7 @@ class PathIntegral(SlopeEncoding):
             turn = self._turn(tokens, probe.shape[-1])
             key = turn.apply(key)
             query = turn.apply(query) if self.rotation == "relative" else query
-        bias = PathBias(query, key, self.head_slopes(tokens), self.link)
+        bias = PathBias(query, key, self.head_slopes(tokens), self.link, self.rotation)
         return Encoded(tokens.q, tokens.k, bias)
 
     def _turn(self, tokens: Tokens, width: int) -> PlaneRotation:

@@ -49,6 +49,19 @@ class RotationEncoding(Encoding):
     def _turn(self, element: Any, x: Tensor) -> Tensor:
         return element.apply(x)
 
+    def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
+        """G(n - offset) = G(-offset) G(n): one more turn of what is already turned."""
+        k = super().rebase_keys(k, offset)
+        if self.contextual:
+            return k  # turned by a running phase, not by positions
+        exact = exact_dtype(k.device)
+        positions = torch.full((1, 1, self.coords), -float(offset), dtype=exact, device=k.device)
+        element, _ = self.element(Tokens(k, k, positions), None)
+        return self._turn_again(element, k.unsqueeze(2)).squeeze(2)
+
+    def _turn_again(self, element: Any, x: Tensor) -> Tensor:
+        return element.apply(x)
+
 
 class Rotary(RotationEncoding):
     """Coordinate planes turned at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
@@ -175,6 +188,9 @@ class BasisRotary(Rotary):
 
     def _turn(self, element: BasisRotation, x: Tensor) -> Tensor:
         return element.apply_in_basis(x)
+
+    def _turn_again(self, element: BasisRotation, x: Tensor) -> Tensor:
+        return element.planes.apply(x)  # encoded keys already stand in the basis
 
 
 class PlaneRotary(RotationEncoding):

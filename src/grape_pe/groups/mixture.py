@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .rank2 import rank2_generator, sinc_of_square
-from .rotation import exact_dtype
+from .rotation import exact_dtype, matrix_exp
 
 
 def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _pair_sum(left: Tensor, right: Tensor, shape: torch.Size) -> Tensor:
     lead = "uvwxyz"[: left.dim() - 2]
     sizes = (1,) * (len(lead) + 3 - len(shape)) + tuple(shape[:-3])
     kept = "".join(axis for axis, size in zip(lead, sizes, strict=True) if size != 1)
-    total = torch.einsum(f"{lead}ta,{lead}tb->{kept}tab", left, right)
+    total = torch.einsum(f"{lead}ta,{lead}tb->{kept}tab", left, right.expand(left.shape))
     return total.reshape(*shape[:-3], *total.shape[-3:])
 
 
@@ -122,7 +122,7 @@ class MixtureRotation:
         return MixtureRotation(self.frame, self.skew, -self.n)
 
     def as_matrix(self, width: int | None = None) -> Tensor:
-        small = torch.linalg.matrix_exp(self.n[..., None, None] * self.skew.unsqueeze(-3))
+        small = matrix_exp(self.n[..., None, None] * self.skew.unsqueeze(-3))
         return _thin_matrix(self.frame, small)
 
 
@@ -140,7 +140,7 @@ class JointMixtureRotation:
 
     def _small(self) -> Tensor:
         generators = (self.n[..., None, None] * self.skew.unsqueeze(-4)).sum(-3)
-        return torch.linalg.matrix_exp(generators)
+        return matrix_exp(generators)
 
     def apply(self, x: Tensor) -> Tensor:
         working = torch.promote_types(x.dtype, torch.float32)

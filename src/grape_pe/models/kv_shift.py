@@ -1,0 +1,45 @@
+"""KV-shift: each key and value is mixed with that of the token before (Eq. K1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+Shifted = tuple[Tensor, Tensor]
+
+
+class KVShift(nn.Module):
+    """k_t <- a_t k_{t-1} + (1 - a_t) k_t with a = sigmoid(w_h . x_t); the same for v with its own gate.
+
+    Before the first token stands zero. The state is the unmixed k and v, (B, Hkv, T, D) each, of which
+    only the last token is read again.
+    """
+
+    def __init__(self, width: int, kv_heads: int) -> None:
+        super().__init__()
+        self.gate_k = nn.Linear(width, kv_heads, bias=False)
+        self.gate_v = nn.Linear(width, kv_heads, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for gate in (self.gate_k, self.gate_v):
+            nn.init.normal_(gate.weight, std=0.5 / gate.in_features**0.5)
+
+    def forward(
+        self, k: Tensor, v: Tensor, x: Tensor, state: Shifted | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Shifted]:
+        """Mixed k and v, and the state. `starts` (B|1, T) is True where a sequence begins afresh."""
+        before = (None, None) if state is None else state
+        mixed = [
+            _mix(now, earlier, torch.sigmoid(gate(x)).transpose(1, 2).unsqueeze(-1), starts)
+            for now, earlier, gate in ((k, before[0], self.gate_k), (v, before[1], self.gate_v))
+        ]
+        return mixed[0], mixed[1], (k, v)
+
+
+def _mix(now: Tensor, earlier: Tensor | None, gate: Tensor, starts: Tensor | None) -> Tensor:
+    first = torch.zeros_like(now[:, :, :1]) if earlier is None else earlier[:, :, -1:]
+    previous = torch.cat([first, now[:, :, :-1]], 2)
+    if starts is not None:
+        previous = previous.masked_fill(starts[:, None, :, None], 0.0)
+    return torch.lerp(now, previous, gate.to(now.dtype))

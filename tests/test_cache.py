@@ -1,0 +1,342 @@
+"""Streaming equals the full computation, for every encoding, however the sequence is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grape_pe as grape
+from grape_pe import testing
+from grape_pe.models import KVShift
+
+EXACT = testing.TOL[torch.float64]
+NAMES = [*grape.names(), "rope+fox", "grape-m-ctx+grape-a-phase", "grape-m+grape-ap", "path+fox"]
+WIDTH, DIM, KV = 5, 8, 2
+FIELDS = ("q", "k", "v", "x")
+TOKEN_AXIS = {"q": 1, "k": 1, "v": 1, "x": 0}
+
+
+def build(name: str, group: int = 2, dtype: torch.dtype = torch.float64, **options):
+    torch.manual_seed(0)
+    enc = grape.build(name, heads=KV * group, kv_heads=KV, head_dim=DIM, width=WIDTH, **options)
+    with torch.no_grad():
+        for parameter in enc.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return enc.to(dtype)
+
+
+def fresh_tokens(enc, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    shape = enc.shape
+    heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+    return {name: draw(n, count, DIM) for name, n in heads.items()} | {"x": draw(count, WIDTH)}
+
+
+class Oracle:
+    """Every sequence kept whole, without padding, and computed anew each time."""
+
+    def __init__(self, enc, shift, batch: int, window: int | None = None):
+        self.enc, self.shift, self.window = enc, shift, window
+        self.sequences = [fresh_tokens(enc, 0, torch.Generator()) for _ in range(batch)]
+
+    def feed(self, b: int, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        held = self.sequences[b]
+        self.sequences[b] = {f: torch.cat([held[f], tokens[f]], TOKEN_AXIS[f]) for f in FIELDS}
+        return self.full(b)[:, -tokens["x"].shape[0] :]
+
+    def full(self, b: int) -> torch.Tensor:
+        q, k, v, x = (self.sequences[b][f][None] for f in FIELDS)
+        if self.shift is not None:
+            k, v, _ = self.shift(k, v, x)
+        code = self.enc(q, k, x=x, v=v)
+        return grape.attend(code.q, code.k, v, bias=code.bias, window=self.window, impl="reference")[0]
+
+    def crop(self, b: int, count: int) -> None:
+        keep = self.length(b) - count
+        self.sequences[b] = {f: self.sequences[b][f].narrow(TOKEN_AXIS[f], 0, keep) for f in FIELDS}
+
+    def select(self, index: list[int]) -> None:
+        self.sequences = [dict(self.sequences[i]) for i in index]
+
+    def length(self, b: int) -> int:
+        return self.sequences[b]["x"].shape[0]
+
+
+def feed(cache, oracle: Oracle, counts: list[int], generator, side: str = "left") -> None:
+    """Feed counts[b] tokens to sequence b, padded to the longest, and compare every output."""
+    longest = max(counts)
+    new = [fresh_tokens(oracle.enc, count, generator) for count in counts]
+    pads = [(longest - c, 0) if side == "left" else (0, longest - c) for c in counts]
+    stacked = {}
+    for f in FIELDS:
+        pad = [torch.nn.functional.pad(t[f], (0, 0, *p)) for t, p in zip(new, pads, strict=True)]
+        stacked[f] = torch.stack(pad)
+    padding = torch.ones(len(counts), longest, dtype=torch.bool)
+    for row, (left, _), count in zip(padding, pads, counts, strict=True):
+        row[left : left + count] = False
+    got = cache.attend(stacked["q"], stacked["k"], stacked["v"], x=stacked["x"], padding=padding)
+    for b, (tokens, (left, _)) in enumerate(zip(new, pads, strict=True)):
+        want = oracle.feed(b, tokens)
+        testing.assert_close(got[b, :, left : left + counts[b]], want, torch.float64, f"sequence {b}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_schedule_equals_the_full_computation(name: str, data):
+    enc = build(name, group=data.draw(st.integers(1, 2), "group"))
+    shift = KVShift(WIDTH, KV).double() if data.draw(st.booleans(), "shift") else None
+    batch = data.draw(st.integers(1, 3), "batch")
+    capacity = data.draw(st.sampled_from([None, 200]), "capacity")
+    cache, oracle = grape.StreamingCache(enc, shift=shift, capacity=capacity), Oracle(enc, shift, batch)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9), "seed"))
+    with torch.no_grad():
+        feed(cache, oracle, [data.draw(st.integers(1, 5)) for _ in range(batch)], generator)
+        for _ in range(data.draw(st.integers(1, 6), "operations")):
+            batch = len(oracle.sequences)
+            shortest = min(oracle.length(b) for b in range(batch))
+            match data.draw(st.sampled_from(["one", "some", "ragged", "crop", "each", "fork", "select", "save"])):
+                case "one":
+                    feed(cache, oracle, [1] * batch, generator)
+                case "some":
+                    feed(cache, oracle, [data.draw(st.integers(1, 5))] * batch, generator)
+                case "ragged":
+                    counts = [data.draw(st.integers(1, 4)) for _ in range(batch)]
+                    feed(cache, oracle, counts, generator, data.draw(st.sampled_from(["left", "right"])))
+                case "crop" if shortest > 1:
+                    count = data.draw(st.integers(0, shortest - 1))
+                    cache.crop(count)
+                    for b in range(batch):
+                        oracle.crop(b, count)
+                case "each" if shortest > 1:
+                    counts = [data.draw(st.integers(0, shortest - 1)) for _ in range(batch)]
+                    cache.crop(torch.tensor(counts))
+                    for b, count in enumerate(counts):
+                        oracle.crop(b, count)
+                case "fork":
+                    twin = cache.fork()
+                    junk = [fresh_tokens(enc, 2, generator) for _ in range(batch)]
+                    cache.attend(*(torch.stack([t[f] for t in junk]) for f in "qkv"), x=torch.stack([t["x"] for t in junk]))
+                    cache = twin
+                case "select":
+                    index = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
+                    cache.reorder(torch.tensor(index))
+                    oracle.select(index)
+                case "save":
+                    saved = cache.state_dict()
+                    cache = grape.StreamingCache(enc, shift=shift, capacity=capacity).load_state_dict(saved)
+        feed(cache, oracle, [2] * len(oracle.sequences), generator)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_a_sliding_window_drops_keys_exactly(name: str, data):
+    enc, window = build(name), data.draw(st.integers(1, 9), "window")
+    shift = KVShift(WIDTH, KV).double()
+    cache = grape.StreamingCache(enc, window=window, shift=shift, rollback=3)
+    oracle = Oracle(enc, shift, 2, window)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(12):
+            feed(cache, oracle, [data.draw(st.integers(1, 12))] * 2, generator)
+            if data.draw(st.booleans()):
+                count = data.draw(st.integers(0, min(3, cache.length - 1)))
+                cache.crop(count)
+                for b in range(2):
+                    oracle.crop(b, count)
+    assert cache.tokens._size() <= max(64, 4 * (window + 3 + 12))
+
+
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-ap", "grape-a-qk"])
+def test_a_split_stream_matches_in_lower_precision(name: str):
+    for dtype in (torch.float32, torch.bfloat16):
+        enc = build(name, dtype=dtype)
+        data = testing.sample(enc, tokens=40, dtype=dtype)
+        code = enc(data.q, data.k, x=data.x)
+        want = grape.attend(code.q, code.k, data.v, bias=code.bias, impl="reference")
+        cache = grape.StreamingCache(enc)
+        with torch.no_grad():
+            parts = [data.cut(slice(t, min(t + 7, 40))) for t in range(0, 40, 7)]
+            got = torch.cat([cache.attend(p.q, p.k, p.v, x=p.x) for p in parts], 2)
+        testing.assert_close(got, want, dtype, name)
+
+
+@pytest.mark.parametrize("part", ["bias", "state", "shift"])
+def test_losing_any_part_of_the_cache_is_noticed(part: str):
+    """The negative control: drop one thing a token left behind, and the comparison must fail."""
+    enc = build({"bias": "fox", "state": "grape-m-ctx", "shift": "rope"}[part])
+    shift = KVShift(WIDTH, KV).double() if part == "shift" else None
+    cache, oracle = grape.StreamingCache(enc, shift=shift), Oracle(enc, shift, 2)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        feed(cache, oracle, [6, 6], generator)
+        table = cache.tokens if part == "bias" else cache.states
+        lost = [name for name in table.storage if name.startswith(part)]
+        assert lost
+        for name in lost:
+            table.storage[name].zero_()
+        with pytest.raises(AssertionError, match="off by"):
+            feed(cache, oracle, [1, 1], generator)
+
+
+# Positions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", grape.names())
+def test_rebasing_is_exact_or_refused(name: str):
+    enc = build(name)
+    data = testing.sample(enc, tokens=9, dtype=torch.float64)
+    cache = grape.StreamingCache(enc)
+    with torch.no_grad():
+        first, rest = data.cut(slice(0, 6)), data.cut(slice(6, 9))
+        cache.attend(first.q, first.k, first.v, x=first.x, positions=first.positions + 100)
+        before = {key: value.clone() for key, value in cache.tokens.stored().items()}
+        try:
+            cache.rebase(90)
+        except ValueError as refusal:
+            assert name in ("grape-ap", "path"), refusal
+            assert all(torch.equal(value, before[key]) for key, value in cache.tokens.stored().items())
+            return
+        got = cache.attend(rest.q, rest.k, rest.v, x=rest.x)
+        code = enc(data.q, data.k, x=data.x, positions=data.positions + 10)
+        want = grape.attend(code.q, code.k, data.v, bias=code.bias, impl="reference")[:, :, 6:]
+    assert cache.next_position.tolist() == [19, 19]
+    testing.assert_close(got, want, torch.float64, "rebased", slack=10)
+
+
+def test_rebasing_a_path_integral_needs_relative_probes():
+    enc = build("grape-ap", probe_rotation="relative")
+    data = testing.sample(enc, tokens=8)
+    cache = grape.StreamingCache(enc)
+    with torch.no_grad():
+        for part in (slice(0, 5), slice(5, 8)):
+            piece = data.cut(part)
+            got = cache.attend(piece.q, piece.k, piece.v, x=piece.x)
+            cache.rebase(2)
+        code = enc(data.q, data.k, x=data.x)
+        want = grape.attend(code.q, code.k, data.v, bias=code.bias, impl="reference")[:, :, 5:]
+    testing.assert_close(got, want, torch.float64, "relative probes", slack=10)
+
+
+def test_given_positions_may_have_gaps_and_are_taken_back_exactly():
+    enc = build("grape-m")
+    data = testing.sample(enc, tokens=6)
+    cache = grape.StreamingCache(enc)
+    places = torch.tensor([0, 3, 4, 9, 12, 13])
+    with torch.no_grad():
+        cache.append(data.q, data.k, data.v, x=data.x, positions=places)
+        cache.crop(2)
+    assert cache.next_position.tolist() == [12, 12]
+
+
+# Size ---------------------------------------------------------------------------------------------
+
+NUMBERS = {  # beyond keys and values, a token of one sequence, with H heads on Hkv key heads
+    "rope": lambda heads, kv: 0,
+    "grape-m-ctx": lambda heads, kv: 0,
+    "alibi": lambda heads, kv: 1,
+    "fox": lambda heads, kv: heads,
+    "grape-a-q": lambda heads, kv: 1,
+    "grape-a-qk": lambda heads, kv: 1 + heads,
+    "grape-a-phase": lambda heads, kv: 1,
+    "grape-ap": lambda heads, kv: 8 * kv,
+    "path": lambda heads, kv: (DIM + DIM + 1) * kv,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_kept_for_a_token(name: str):
+    enc = build(name, group=2)
+    cache = grape.StreamingCache(enc)
+    data = testing.sample(enc, tokens=5)
+    with torch.no_grad():
+        cache.append(data.q, data.k, data.v, x=data.x)
+    assert cache.bytes_per_token == 8 * (2 * KV * DIM + NUMBERS[name](2 * KV, KV))
+
+
+def test_storage_grows_by_doubling_and_a_static_cache_never_moves():
+    enc = build("fox")
+    grown, static = grape.StreamingCache(enc), grape.StreamingCache(enc, capacity=300)
+    sizes, places = set(), set()
+    with torch.no_grad():
+        for t in range(300):
+            data = testing.sample(enc, tokens=1, seed=t)
+            for cache in (grown, static):
+                cache.append(data.q, data.k, data.v, x=data.x)
+            sizes.add(grown.tokens._size())
+            places.add(static.tokens.storage["k"].data_ptr())
+    assert sizes == {64, 128, 256, 512} and len(places) == 1
+    with pytest.raises(ValueError, match="holds 300 of 300 tokens and cannot take 1 more"):
+        static.append(data.q, data.k, data.v, x=data.x)
+    assert static.length == 300 and grown.nbytes > 300 * grown.bytes_per_token
+
+
+def test_moving_keeps_sums_exact():
+    cache = grape.StreamingCache(build("fox", dtype=torch.float32))
+    data = testing.sample(cache.encoding, tokens=4, dtype=torch.float32)
+    with torch.no_grad():
+        cache.append(data.q, data.k, data.v, x=data.x)
+    cache.to(dtype=torch.bfloat16)
+    kinds = {name: tensor.dtype for name, tensor in cache.tokens.stored().items()}
+    assert kinds["k"] == kinds["v"] == torch.bfloat16 and kinds["bias.0.c_k"] == torch.float64
+
+
+# Wrong use ----------------------------------------------------------------------------------------
+
+
+def filled(name: str = "rope", tokens: int = 5, **options):
+    cache = grape.StreamingCache(build(name), **options)
+    data = testing.sample(cache.encoding, tokens=tokens)
+    with torch.no_grad():
+        cache.append(data.q, data.k, data.v, x=data.x)
+    return cache, data
+
+
+MISUSES = {
+    "go on from": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.arange(5)),
+    "and increase": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.tensor([5, 6, 6, 7, 8])),
+    "another model, dtype or batch": lambda c, d: c.append(d.q.float(), d.k.float(), d.v.float(), x=d.x),
+    "the cache has 5": lambda c, d: c.crop(6),
+    "not a saved cache": lambda c, d: c.load_state_dict({}),
+    "not between them": lambda c, d: c.attend(
+        d.q, d.k, d.v, x=d.x, padding=torch.tensor([[False, True, False, False, False]] * 2)
+    ),
+    "padding must be bool": lambda c, d: c.attend(d.q, d.k, d.v, x=d.x, padding=torch.ones(2, 4)),
+}
+
+
+@pytest.mark.parametrize("words", MISUSES)
+def test_misuse_is_refused_and_changes_nothing(words: str):
+    cache, data = filled()
+    before = {key: value.clone() for key, value in cache.tokens.stored().items()}
+    with pytest.raises(ValueError, match=words), torch.no_grad():
+        MISUSES[words](cache, data)
+    assert cache.length == 5 and cache.next_position.tolist() == [5, 5]
+    assert all(torch.equal(value, before[key]) for key, value in cache.tokens.stored().items())
+
+
+def test_bad_settings_and_lost_history_are_named():
+    enc = build("rope")
+    for options, words in (
+        ({"window": 0}, "window must be at least 1"),
+        ({"sinks": 2}, "set window"),
+        ({"rollback": -1}, "must be >= 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            grape.StreamingCache(enc, **options)
+    stateful, _ = filled("grape-m-ctx", tokens=40, rollback=4)
+    with pytest.raises(ValueError, match="rollback=30"):
+        stateful.crop(30)
+    assert filled("rope", tokens=40, rollback=4)[0].crop(30).length == 10
+    saved = filled("rope")[0].state_dict()
+    with pytest.raises(ValueError, match="this cache is for"):
+        grape.StreamingCache(build("fox")).load_state_dict(saved)
+    with pytest.raises(ValueError, match="KV-shift reads"):
+        cache = grape.StreamingCache(enc, shift=KVShift(WIDTH, KV).double())
+        data = testing.sample(enc)
+        cache.append(data.q, data.k, data.v)
