@@ -114,15 +114,18 @@ def report(context: int, batch: int, times: dict[str, list[float]]) -> list[dict
     for name, spent in times.items():
         each = sorted(mine / rope for mine, rope in zip(spent, times["rope"], strict=False))
         row = {"context": context, "batch": batch, "name": name, "ms": statistics.median(spent)}
-        row |= {"ratio": statistics.median(each), "low": each[len(each) // 4], "high": each[3 * len(each) // 4]}
-        print(f"  {name:<24}{row['ms']:9.3f} ms  {row['ratio']:6.2f}x rope [{row['low']:.2f}, {row['high']:.2f}]")
+        low, high = each[len(each) // 4], each[3 * len(each) // 4]
+        row |= {"ratio": statistics.median(each), "low": low, "high": high}
+        print(f"  {name:<24}{row['ms']:9.3f} ms  {row['ratio']:6.2f}x rope [{low:.2f}, {high:.2f}]")
         rows.append(row)
     return rows
 
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)

@@ -118,8 +118,15 @@ def ratios(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, floa
     return table
 
 
+def cell(row: dict[str, float], phase: str) -> str:
+    spread = f"[{row[f'{phase}_low']:.2f}, {row[f'{phase}_high']:.2f}]"
+    return f"{row[f'{phase}_ms']:8.1f} ms {row[f'{phase}_ratio']:6.2f}x {spread}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", help="also write the figures to this file")
@@ -128,10 +135,7 @@ def main() -> None:
     print(f"B=1 H={HEADS} T={options.tokens} D={DIM} float32, {torch.get_num_threads()} threads")
     print(f"{'':<14}{'forward':>24}{'forward + backward':>30}")
     for name, row in table.items():
-        cells = [
-            f"{row[f'{p}_ms']:8.1f} ms {row[f'{p}_ratio']:6.2f}x [{row[f'{p}_low']:.2f}, {row[f'{p}_high']:.2f}]"
-            for p in ("forward", "both")
-        ]
+        cells = [cell(row, phase) for phase in ("forward", "both")]
         print(f"{name:<14}" + "  ".join(cells))
     if options.json:
         with open(options.json, "w") as file:

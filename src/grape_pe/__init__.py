@@ -8,7 +8,7 @@ y = grape.attend(code.q, code.k, v, bias=code.bias)
 """
 
 from . import bias, encodings, groups
-from .attention import attend
+from .attention import attend, record_pruning
 from .bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
 from .cache import StreamingCache
 from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layout, names, register
@@ -35,5 +35,6 @@ __all__ = [
     "encodings",
     "groups",
     "names",
+    "record_pruning",
     "register",
 ]

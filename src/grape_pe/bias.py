@@ -162,6 +162,9 @@ class NoBias(Bias):
         return self
 
 
+NO_BIAS = NoBias()  # a global, because torch.compile can trace neither NoBias() nor a default of it
+
+
 @dataclass(frozen=True, eq=False)
 class SlopeTerm(Bias):
     """(rate_q[t] + rate_k[j]) * (c[j] - c[t]), one term of a `SlopeBias` (Eq. A5).

@@ -59,10 +59,11 @@ class StreamingCache:
         self.rollback = rollback
         keep = None if window is None else window + rollback
         self.tokens = Columns(capacity, keep, sinks)  # seen by later queries
-        self.states = Columns(None, max(1, rollback + 1))  # read by the next token only
+        self.states = Columns(None, rollback + encoding.lookback)  # read by the next token only
         self.template: Encoded | None = None
         self.aliases: list[str | None] = []
         self.next_position: Tensor | None = None  # (B,), where the next token of each sequence stands
+        self.key_bound: Tensor | None = None  # (B, Hkv), no cached key is longer: decoding prunes with it
         self.length = 0  # tokens appended and not taken back, dropped ones included
         self.contiguous = True  # whether positions have gone on in steps of one
         self.ragged = False  # whether sequences of different lengths are held
@@ -107,13 +108,22 @@ class StreamingCache:
         where = positions.expand(q.shape[0], -1) if self.encoding.coords == 1 else positions
         columns, states, aliases = self._columns(code, v, where, shift_state)
         self.tokens.check(columns)
-        self.states.append({name: t[:, :, -(self.rollback + 1) :] for name, t in states.items()})
+        self._append_states(states, q.shape[2])
         self.tokens.append(columns)
         self.template, self.aliases = code, aliases
+        self.key_bound = _larger(self.key_bound, code.k.norm(dim=-1).amax(-1))
         self.contiguous &= self._continues(where)
         self.next_position = where[:, -1] + 1 if self.encoding.coords == 1 else torch.zeros(q.shape[0])
         self.length += q.shape[2]
         return code
+
+    def _append_states(self, states: dict[str, Tensor], count: int) -> None:
+        """Only as many as may be taken back; what is older than a gap is of no use any more."""
+        self.states.check(states)
+        kept = self.rollback + self.encoding.lookback
+        if count > kept:
+            self.states.drop_last(self.states.length)
+        self.states.append({name: tensor[:, :, -kept:] for name, tensor in states.items()})
 
     def _continues(self, where: Tensor) -> bool:
         """Whether positions go on in steps of one, so that they can be counted back."""
@@ -190,12 +200,15 @@ class StreamingCache:
         held = {name: self.tokens.view(name, last) for name in self.tokens.storage}
         traces = {name.removeprefix("bias."): t for name, t in held.items() if name.startswith("bias.")}
         hidden = held["padding"][:, 0]
-        masks: dict[str, Any] = {"window": self.window} if self.window is not None else {}
+        # one query needs no mask for a window: what is read is the window
+        masks: dict[str, Any] = {"window": self.window} if self.window is not None and count > 1 else {}
         if self.ragged:
             masks["key_padding"] = hidden
-        if self.sinks:
+        if self.sinks and "window" in masks:
             masks["sinks"] = self.sinks
-        return attend(code.q, held["k"], held["v"], bias=code.bias.replaced(traces), **masks, **options)
+        bias = code.bias.replaced(traces)
+        masks["key_bound"] = self.key_bound
+        return attend(code.q, held["k"], held["v"], bias=bias, **masks, **options)
 
     # Sequences of different lengths ---------------------------------------------------------------
 
@@ -265,6 +278,7 @@ class StreamingCache:
         self.tokens, self.states, self.length = tokens, states, length
         self.template, self.aliases = full[0].template, full[0].aliases
         self.next_position = torch.cat([p.next_position for p in full])  # type: ignore[misc]
+        self.key_bound = torch.cat([p.key_bound for p in full])  # type: ignore[misc]
         self.ragged = len({piece.tokens.length for piece in full}) > 1
 
     # Cutting and moving ---------------------------------------------------------------------------
@@ -296,7 +310,8 @@ class StreamingCache:
             raise ValueError(f"cannot take back {tokens} tokens: the cache has {shortest}")
         if tokens == self.length:
             return
-        lost_state = len(self.states.storage) > 1 and tokens >= self.states.length
+        left = self.states.length - tokens
+        lost_state = len(self.states.storage) > 1 and left < min(self.encoding.lookback, self.length - tokens)
         lost_keys = self.tokens.dropped > 0 and self.tokens.length - tokens < self.sinks + (self.window or 0)
         lost_positions = tokens >= self.states.length and not self.contiguous
         if lost_state or lost_keys or lost_positions:
@@ -316,6 +331,7 @@ class StreamingCache:
         self.tokens = Columns(self.tokens.capacity, self.tokens.keep_last, self.tokens.keep_first)
         self.states = Columns(None, self.states.keep_last)
         self.template, self.aliases, self.next_position, self.length = None, [], None, 0
+        self.key_bound = None
         self.ragged, self.contiguous = False, True
         return self
 
@@ -327,8 +343,8 @@ class StreamingCache:
 
         self.tokens.map(pick)
         self.states.map(pick)
-        if self.next_position is not None:
-            self.next_position = pick("", self.next_position)
+        if self.next_position is not None and self.key_bound is not None:
+            self.next_position, self.key_bound = pick("", self.next_position), pick("", self.key_bound)
         return self
 
     reorder = select
@@ -353,6 +369,7 @@ class StreamingCache:
         self.states.map(lambda name, t: t.to(device, dtype if name.startswith("shift") else None))
         if self.next_position is not None:
             self.next_position = self.next_position.to(device)
+            self.key_bound = self.tokens.view("k").norm(dim=-1).amax(-1)
         return self
 
     def rebase(self, offset: float) -> Self:
@@ -408,6 +425,7 @@ class StreamingCache:
         self.tokens.dropped, self.length = saved["dropped"], saved["length"]
         self.ragged, self.contiguous = saved["ragged"], saved["contiguous"]
         self.next_position = saved["next_position"]
+        self.key_bound = self.tokens.view("k").norm(dim=-1).amax(-1)
         self.template, self.aliases = self._blank()
         return self
 
@@ -420,6 +438,10 @@ class StreamingCache:
         positions = torch.zeros((1,) if coords == 1 else (1, coords), dtype=torch.long, device=k.device)
         code = self.encoding(q, k, x=x, v=v, positions=positions)
         return code, self._columns(code, v, positions.expand(k.shape[0], -1), None)[2]
+
+
+def _larger(bound: Tensor | None, new: Tensor) -> Tensor:
+    return new if bound is None else torch.maximum(bound, new)
 
 
 def _sums_in_between(bias: Bias) -> bool:

@@ -1,5 +1,6 @@
 """How attention with a bias is computed. `attend` is the one door; the rest are its rooms."""
 
-from .api import attend
+from .api import Explanation, attend
+from .pruning import PruningReport, record_pruning
 
-__all__ = ["attend"]
+__all__ = ["Explanation", "PruningReport", "attend", "record_pruning"]

@@ -13,7 +13,8 @@ class Masks:
     """What hides keys from queries. Never a T x T tensor: `tile` makes the part that is asked for.
 
     `documents` (B|1, Tk) are ids of packed sequences; `key_padding` (B, Tk) is True on padding.
-    When query_length < key_length the last query stands at the last key.
+    When query_length < key_length the last query stands at the last key. The first `sinks` keys stay
+    visible whatever the window. `key_bound` (B, Hkv) hides nothing: it is what is known of |k| beforehand.
     """
 
     query_length: int
@@ -23,11 +24,32 @@ class Masks:
     window: int | None = None
     documents: Tensor | None = None
     key_padding: Tensor | None = None
+    sinks: int = 0
+    key_bound: Tensor | None = None
 
     @property
     def shift(self) -> int:
         """Index of the token at which query row 0 stands."""
         return self.key_length - self.query_length
+
+    @property
+    def plain(self) -> bool:
+        """Only causal order, or nothing at all."""
+        return self.window is None and self.documents is None and self.key_padding is None
+
+    def columns(self, rows: slice) -> slice:
+        """The contiguous range of keys that causal order and window leave to these rows."""
+        first, end = 0, self.key_length
+        if self.window is not None and not self.sinks:
+            first = max(first, rows.start + self.shift - self.window + 1)
+            end = min(end, rows.stop + self.shift + self.window - 1)
+        if self.causal:
+            end = min(end, rows.stop + self.shift)
+        return slice(min(first, self.key_length), max(end, min(first, self.key_length)))
+
+    def documents_of(self, batch: int) -> Tensor | None:
+        """Document ids as (B, Tk)."""
+        return None if self.documents is None else self.documents.expand(batch, -1)
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         """True where the key is visible: (B|1, 1, rows, cols)."""
@@ -37,7 +59,7 @@ class Masks:
         if self.causal:
             visible = visible & (j <= t)
         if self.window is not None:
-            visible = visible & ((t - j).abs() < self.window)
+            visible = visible & (((t - j).abs() < self.window) | (j < self.sinks))
         visible = visible[None, None]
         if self.documents is not None:
             ours = self.documents[:, rows.start + self.shift : rows.stop + self.shift]
@@ -45,3 +67,18 @@ class Masks:
         if self.key_padding is not None:
             visible = visible & ~self.key_padding[:, None, None, cols]
         return visible
+
+
+def documents_from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
+    """(1, length) ids from the cumulative lengths (0, n1, n1+n2, …, length) of packed sequences."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 2:
+        raise ValueError(
+            "cu_seqlens must be a 1-D integer tensor (0, n1, n1 + n2, …, tokens), "
+            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    if not torch.compiler.is_compiling():
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != length or sorted(ends) != ends:
+            raise ValueError(f"cu_seqlens must rise from 0 to the {length} keys, got {ends[:4]} … {ends[-1]}")
+    token = torch.arange(length, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)[None]

@@ -13,14 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..bias import Bias, NoBias
+from ..bias import NO_BIAS, Bias
 from ..groups import exact_dtype
 
 #: What must be carried from earlier tokens: (B, n, S), of which the last T slices belong to the new
 #: tokens; a tuple of such for a composition; None when nothing is carried.
 State = Any
-
-NO_BIAS = NoBias()  # a global, because torch.compile can trace neither NoBias() nor a default of it
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,8 @@ class Encoding(FullPrecision, ABC):
     transforms: ClassVar[bool] = False
     #: reads the block's input x, so `width` is needed
     contextual: ClassVar[bool] = False
+    #: how many slices of the state the next token reads: the last one, or a few for a convolution
+    lookback: int = 1
     #: the paper promises b(t, j) <= 0 for j <= t
     nonpositive: ClassVar[bool] = True
 
@@ -250,6 +250,7 @@ class Composite(Encoding):
         if uneven and not all(isinstance(parts[name], NoPE) for name in uneven):
             raise ValueError(f"all parts must share coords={coords}, got {uneven}; pass coords to each")
         self.parts = nn.ModuleDict(parts)
+        self.lookback = max(part.lookback for part in parts.values())
 
     @property
     def _parts(self) -> list[Encoding]:

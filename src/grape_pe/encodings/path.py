@@ -42,6 +42,7 @@ class PaTH(Encoding):
         self.up = nn.Linear(rank, features, bias=False)
         self.conv = nn.Conv1d(features, features, conv, groups=features, bias=False) if conv else None
         self.strength = nn.Linear(shape.width, shape.kv_heads)
+        self.lookback = max(1, conv - 1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..bias import NO_BIAS
 from ..groups import (
     BasisRotation,
     JointMixtureRotation,
@@ -22,7 +23,7 @@ from ..groups import (
     unitary_from,
 )
 from ..groups.rotation import Layout
-from .base import NO_BIAS, Encoded, Encoding, HeadShape, State, Tokens
+from .base import Encoded, Encoding, HeadShape, State, Tokens
 from .clock import Clock, Gate, softplus_inverse
 from .frequencies import Axes, Frequencies, Spectrum, log_uniform
 

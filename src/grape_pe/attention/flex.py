@@ -1,0 +1,115 @@
+"""FlexAttention: the bias as a score_mod, the masks as a block mask. CUDA training, compiled CPU inference.
+
+A score_mod sees one pair (t, j) at a time, which is all a slope needs. Coordinates travel as two float32
+each, so that c_j - c_t keeps the digits of float64. A path is a sum over the tokens *between* j and t, and
+what a pair cannot know no score_mod can add.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bias import Bias, NoBias, SlopeBias, SlopeTerm
+from .masks import Masks
+from .pruning import Prune
+
+
+def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
+    if not isinstance(bias, (NoBias, SlopeBias)):
+        return f"a score_mod sees one pair of tokens, and a {type(bias).__name__} is more than that"
+    if q.device.type not in ("cpu", "cuda"):
+        return f"FlexAttention has no kernel for {q.device.type}"
+    if masks.sinks:
+        return "its block mask knows no sinks"
+    if q.dtype == torch.float64:
+        return "FlexAttention has no float64 kernel"
+    if q.device.type == "cpu" and _learns(q, k, v, bias):
+        return "FlexAttention on the CPU has no backward pass, and refuses tensors that require gradients"
+    if min(q.shape[2], k.shape[2], q.shape[-1], v.shape[-1]) == 0:
+        return "FlexAttention takes no empty tensors"
+    return None
+
+
+def _learns(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> bool:
+    terms = bias.terms if isinstance(bias, SlopeBias) else ()
+    traces = [x for term in terms for x in (term.c_q, term.c_k, term.rate_q, term.rate_k)]
+    return any(x is not None and x.requires_grad for x in (q, k, v, *traces))
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune = "auto"
+) -> Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    block_mask = None
+    if masks.causal or not masks.plain:
+        batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
+        block_mask = create_block_mask(
+            _visible(masks), batch, None, masks.query_length, masks.key_length, device=q.device
+        )
+    score_mod = _score_mod(bias, q, k) if isinstance(bias, SlopeBias) else None
+    out: Tensor = _compiled()(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out
+
+
+Index = Tensor  # a scalar index inside score_mod and mask_mod
+
+
+def _visible(masks: Masks) -> Callable[[Index, Index, Index, Index], Tensor]:
+    shift, window, documents, padding = masks.shift, masks.window, masks.documents, masks.key_padding
+    rows = 0 if documents is None else documents.shape[0]
+
+    def mask_mod(b: Index, h: Index, row: Index, j: Index) -> Tensor:
+        t = row + shift
+        seen = j >= 0
+        if masks.causal:
+            seen = seen & (j <= t)
+        if window is not None:
+            seen = seen & (t - j < window) & (j - t < window)
+        if documents is not None:
+            own = b if rows > 1 else b * 0
+            seen = seen & (documents[own, t] == documents[own, j])
+        if padding is not None:
+            seen = seen & ~padding[b, j]
+        return seen
+
+    return mask_mod
+
+
+def _score_mod(bias: SlopeBias, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
+    terms = [_captured(term, q, k) for term in bias.terms]
+
+    def score_mod(score: Tensor, b: Index, h: Index, row: Index, j: Index) -> Tensor:
+        for c_q, low_q, c_k, low_k, rate_q, rate_k in terms:
+            offset = (c_k[b, h, j] - c_q[b, h, row]) + (low_k[b, h, j] - low_q[b, h, row])
+            score = score + (rate_q[b, h, row] + rate_k[b, h, j]) * offset
+        return score
+
+    return score_mod
+
+
+def _captured(term: SlopeTerm, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Coordinates as pairs of float32, and rates, each (B, H, T)."""
+    queries, keys = q.shape[:3], (*q.shape[:2], k.shape[2])
+    parts: list[Tensor] = []
+    for c, shape in ((term.c_q, queries), (term.c_k, keys)):
+        high = c.to(torch.float32)
+        parts += [x.expand(shape).contiguous() for x in (high, (c.double() - high).to(torch.float32))]
+    for rate, shape in ((term.rate_q, queries), (term.rate_k, keys)):
+        zero = q.new_zeros((), dtype=torch.float32)
+        parts.append((zero if rate is None else rate.to(torch.float32)).expand(shape).contiguous())
+    return tuple(parts)

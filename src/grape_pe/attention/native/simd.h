@@ -1,0 +1,143 @@
+// Vectors, their elementary functions and one matrix product: what tiles.cpp is written in.
+//
+// GCC/Clang vector extensions only, so the same text serves AVX-512, AVX2 and NEON. Compiled without
+// -ffast-math: a NaN that enters must leave.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512F__
+constexpr int W = 16;   // lanes
+constexpr int NV = 4;   // vectors to a panel of the matrix product: 6 x 4 accumulators of 32 registers
+#else
+constexpr int W = 8;
+constexpr int NV = 2;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef double vd __attribute__((vector_size(W * 8)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef float vfu __attribute__((vector_size(W * 4), aligned(4), may_alias));
+
+static inline vf load(const float *p) { return *(const vfu *)p; }
+static inline void store(float *p, vf x) { *(vfu *)p = x; }
+static inline vf all(float x) { return x - vf{}; }  // x - 0 is x, which x + 0 is not: it folds to a broadcast
+static inline vi alli(int32_t x) { return vi{} + x; }
+static inline vi bits(vf x) { vi y; memcpy(&y, &x, sizeof y); return y; }
+static inline vf from_bits(vi x) { vf y; memcpy(&y, &x, sizeof y); return y; }
+static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
+static inline vf vabs(vf x) { return from_bits(bits(x) & alli(0x7fffffff)); }
+
+static inline vi iota() {
+    vi x;
+    for (int i = 0; i < W; i++) x[i] = i;
+    return x;
+}
+
+static inline float hsum(vf x) {
+    float s = 0;
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    s = x[0];
+    return s;
+}
+
+static inline bool any(vi mask) {
+    int32_t found = 0;
+    for (int i = 0; i < W; i++) found |= mask[i];
+    return found != 0;
+}
+
+// exp to 1 ulp or so (the Cephes polynomial) for x below 88; under -87.3 exactly 0, NaN stays NaN.
+static inline vf vexp(vf x) {
+    const vf low = all(-87.3365f), magic = all(12582912.0f);
+    vf y = x < low ? low : x;
+    vf shifted = y * all(1.44269504f) + magic;
+    vf n = shifted - magic;
+    vf r = y - n * all(0.693359375f) + n * all(2.12194440e-4f);
+    vf p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * r * r + r + all(1.0f);
+    vf scale = from_bits((bits(shifted) - bits(magic) + alli(127)) << 23);
+    return x < low ? vf{} : p * scale;
+}
+
+// log(1 + u) for u in [0, 1]: 2 atanh(s) with s = u / (2 + u) <= 1/3.
+static inline vf vlog1p(vf u) {
+    vf s = u / (u + all(2.0f)), w = s * s;
+    vf p = all(1.0f / 15);
+    p = p * w + all(1.0f / 13);
+    p = p * w + all(1.0f / 11);
+    p = p * w + all(1.0f / 9);
+    p = p * w + all(1.0f / 7);
+    p = p * w + all(1.0f / 5);
+    p = p * w + all(1.0f / 3);
+    return all(2.0f) * s * (p * w) + all(2.0f) * s;
+}
+
+// The links g of Eq. P1 and their derivatives; `bounded` is sigmoid - 1.
+static inline vf link(vf z, bool bounded) {
+    vf e = vexp(-vabs(z));
+    if (!bounded) return vmin(z, vf{}) - vlog1p(e);
+    return -((z < vf{} ? all(1.0f) : e) / (e + all(1.0f)));
+}
+
+static inline vf link_slope(vf z, bool bounded) {
+    vf e = vexp(-vabs(z)), r = all(1.0f) / (e + all(1.0f));
+    if (bounded) return e * r * r;
+    return (z < vf{} ? all(1.0f) : e) * r;
+}
+
+// (high, low) += x without losing what falls off the end (two-sum).
+static inline void add_exactly(vf &high, vf &low, vf x) {
+    vf sum = high + x, back = sum - high;
+    low += (high - (sum - back)) + (x - back);
+    high = sum;
+}
+
+// c[M x N] (+)= a[M x K] b[K x N]; a has any strides (it is broadcast), b and c have contiguous rows
+// and N is a multiple of W.
+template <int MR, int NR>
+static inline void micro(const float *a, long rs, long cs, const float *b, long ldb, float *c, long ldc,
+                         int K, bool add) {
+    vf acc[MR][NR];
+    for (int m = 0; m < MR; m++)
+        for (int n = 0; n < NR; n++) acc[m][n] = vf{};
+    for (int k = 0; k < K; k++) {
+        vf row[NR];
+        for (int n = 0; n < NR; n++) row[n] = load(b + k * ldb + n * W);
+        for (int m = 0; m < MR; m++) {
+            vf x = all(a[m * rs + k * cs]);
+            for (int n = 0; n < NR; n++) acc[m][n] += x * row[n];
+        }
+    }
+    // c joins last: begun from c, every step would round at the size of the whole sum.
+    for (int m = 0; m < MR; m++)
+        for (int n = 0; n < NR; n++) {
+            float *at = c + m * ldc + n * W;
+            store(at, add ? load(at) + acc[m][n] : acc[m][n]);
+        }
+}
+
+template <int NR>
+static inline void panel(int M, int K, const float *a, long rs, long cs, const float *b, long ldb,
+                         float *c, long ldc, bool add) {
+    int m = 0;
+    for (; m + 6 <= M; m += 6) micro<6, NR>(a + m * rs, rs, cs, b, ldb, c + m * ldc, ldc, K, add);
+    for (; m + 4 <= M; m += 4) micro<4, NR>(a + m * rs, rs, cs, b, ldb, c + m * ldc, ldc, K, add);
+    for (; m < M; m++) micro<1, NR>(a + m * rs, rs, cs, b, ldb, c + m * ldc, ldc, K, add);
+}
+
+static void gemm(int M, int N, int K, const float *a, long rs, long cs, const float *b, long ldb,
+                 float *c, long ldc, bool add) {
+    int n = 0;
+    for (; n + NV * W <= N; n += NV * W) panel<NV>(M, K, a, rs, cs, b + n, ldb, c + n, ldc, add);
+    for (; n + 2 * W <= N; n += 2 * W) panel<2>(M, K, a, rs, cs, b + n, ldb, c + n, ldc, add);
+    for (; n < N; n += W) panel<1>(M, K, a, rs, cs, b + n, ldb, c + n, ldc, add);
+}

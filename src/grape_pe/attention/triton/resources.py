@@ -1,0 +1,172 @@
+"""What the kernels cost on devices that need not be there: registers, spills and shared memory.
+
+    python -m grape_pe.attention.triton.resources --arch 80 90 100 --head-dim 64 128
+
+compiles the very launches `launch.py` would make, for tensors without data, and reads the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import launch, ops
+from .launch import Launch, Problem
+
+#: bytes of shared memory one block may have, by compute capability times ten
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+#: columns of tensor memory a block may have; a kernel that wants more compiles, to a trap
+TENSOR_MEMORY_LIMIT = 512
+_TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    registers: int
+    stack: int  # bytes a thread keeps outside registers: what was spilled
+    shared: int
+    tensor_memory: int  # columns, on sm_100
+
+    def fits(self, arch: int) -> bool:
+        return (
+            not self.stack and self.shared <= SHARED_LIMIT[arch] and self.tensor_memory <= TENSOR_MEMORY_LIMIT
+        )
+
+
+def example(head_dim: int, dtype: torch.dtype, slopes: int, path: bool, **masks: Any) -> Problem:
+    """A causal call of 8 heads and 4096 tokens, on the meta device."""
+    shape = (2, 8, 4096, head_dim)
+
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    stack, probes = (2, 8, slopes, 4096), (2, 8, 4096, 8)
+    rate = empty(*stack) if slopes else None
+    c = empty(*stack, dtype=torch.float64) if slopes else None
+    probe = empty(*probes, dtype=dtype) if path else None
+    options: dict[str, Any] = {
+        "documents": None, "padding": None, "causal": True, "window": 0, "scale": 0.1,
+        "tau": 30.0, "bounded": False, **masks,
+    }  # fmt: skip
+    q, k, v = (empty(*shape, dtype=dtype) for _ in range(3))
+    path_rate = empty(2, 8) if path else None
+    return Problem(q, k, v, rate, rate, c, c, probe, probe, path_rate, **options)
+
+
+def launches(problem: Problem, arch: int) -> Iterator[tuple[str, Launch]]:
+    """The attention kernels of a forward and a backward call, by name."""
+    p, rows = problem, problem.q.shape[:3]
+    out = p.q.new_empty((*rows, p.v.shape[-1]))
+    lse = p.q.new_empty(rows, dtype=torch.float32)
+    index = p.q.new_empty(rows, dtype=torch.int32)
+    prunes = p.tau >= 0 and (p.terms > 0 or p.has_path)
+    early = p.has_path and not p.terms and p.tau >= 0
+    first = index if prunes and p.terms else None
+    yield "forward", launch.plan_forward(p, out, lse, first, index if early else None, arch)
+    gradients = ops.empty_gradients(p, p.terms > 0, p.terms > 0, False)
+    steps = launch.plan_backward(p, out, lse, lse, index if prunes else None, gradients, arch)
+    for step in steps:
+        name = step.kernel.__name__.removesuffix("_kernel")
+        split = not (step.arguments.get("WANT_DK", True) and step.arguments.get("WANT_DV", True))
+        yield f"{name} ({'dk' if step.arguments['WANT_DK'] else 'dv'})" if split else name, step
+
+
+def _signature(step: Launch) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+    """Types, constants and known multiples of 16, as Triton would infer them from the arguments."""
+    types: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    multiples: dict[tuple[int, ...], Any] = {}
+    for place, parameter in enumerate(step.kernel.params):
+        value = step.arguments[parameter.name]
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and type(value) is int and value == 1):
+            types[parameter.name] = "constexpr"
+            constants[(place,)] = value
+            continue
+        if isinstance(value, Tensor):
+            types[parameter.name] = _TYPES[value.dtype]
+        elif isinstance(value, int):
+            types[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        else:
+            types[parameter.name] = "fp32"
+        if isinstance(value, Tensor) or (special and isinstance(value, int) and value % 16 == 0):
+            multiples[(place,)] = [["tt.divisibility", 16]]
+    return types, constants, multiples
+
+
+def measure(step: Launch, arch: int) -> Usage:
+    """Compile one launch for sm_<arch> and read what it uses."""
+    source = ASTSource(step.kernel, *_signature(step))
+    options = {"num_warps": step.tile.warps, "num_stages": step.tile.stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, stack = _read_cubin(compiled.asm["cubin"])
+    meta = compiled.metadata
+    return Usage(registers, stack, meta.shared, getattr(meta, "tmem_size", None) or 0)
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text.stdout)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage said nothing readable: {text.stdout!r}")
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+BIASES = {"none": (0, False), "slope": (1, False), "path": (0, True), "both": (1, True)}
+
+
+COLUMNS = "arch D bias kernel queries keys warps stages registers spilled shared"
+
+
+def table(
+    archs: list[int], head_dims: list[int], biases: list[str], dtypes: list[torch.dtype]
+) -> Iterator[str]:
+    """Rows of a Markdown table, one for each kernel."""
+    names = COLUMNS.split()
+    yield "| " + " | ".join(names) + " |"
+    yield "|---" * len(names) + "|"
+    for head_dim, bias, dtype, arch in itertools.product(head_dims, biases, dtypes, archs):
+        for name, step in launches(example(head_dim, dtype, *BIASES[bias]), arch):
+            use, tile = measure(step, arch), step.tile
+            cells = [f"sm_{arch}", head_dim, bias, name, tile.queries, tile.keys, tile.warps, tile.stages]
+            cells += [use.registers, use.stack, use.shared]
+            yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--bias", nargs="+", default=["slope", "path"], choices=list(BIASES))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    chosen = parser.parse_args()
+    dtypes = [getattr(torch, name) for name in chosen.dtype]
+    for row in table(chosen.arch, chosen.head_dim, chosen.bias, dtypes):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""`grape`: the command line. A subcommand is one function here that adds its parser."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import __version__
+
+Run = Callable[[argparse.Namespace], int]
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+class CommandError(Exception):
+    """Something the user can put right: shown as one line, never as a traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    run: Run = options.run
+    try:
+        return run(options)
+    except CommandError as problem:
+        print(f"grape: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="grape", description="Position encodings for Transformers.")
+    parser.add_argument("--version", action="version", version=f"grape-pe {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_bench(commands)
+    _add_eval(commands)
+    return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench", help="measure", description="Run a benchmark of the source checkout."
+    )
+    bench.add_argument("name", help="which: a module of benchmarks/, such as attention")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="its own; try --help")
+    bench.set_defaults(run=_bench)
+
+
+def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .lab.evaluate import add_parser
+
+    scoring = commands.add_parser("eval", help="score a model", description="Score a model.")
+    add_parser(scoring.add_subparsers(title="evaluations", metavar="WHAT", required=True))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """Load benchmarks/NAME.py and call its main(argv)."""
+    if not BENCHMARKS.is_dir():
+        raise CommandError(
+            f"benchmarks live in the source checkout, and there is none at {BENCHMARKS.parent}; "
+            "clone the repository and install it with pip install -e ."
+        )
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.py") if not path.stem.startswith("_"))
+    if options.name not in names:
+        raise CommandError(f"no benchmark {options.name!r}; there are {', '.join(names)}")
+    spec = importlib.util.spec_from_file_location(
+        f"benchmarks.{options.name}", BENCHMARKS / f"{options.name}.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    if not hasattr(module, "main"):
+        raise CommandError(f"benchmark {options.name!r} has no main(argv) to call")
+    return int(module.main(options.arguments) or 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""FlexAttention, compiled on the CPU: inference only, half a minute for each compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_cases import BIASES, cast, compare, evaluate, inputs, one_thread, rounded  # noqa: F401
+from grape_pe.attention import attend
+from grape_pe.attention.flex import _captured, _score_mod, _visible
+from grape_pe.attention.masks import Masks
+
+ALL = {
+    "window": 40,
+    "documents": torch.arange(100) // 45,
+    "key_padding": torch.arange(200).view(2, 100) % 7 == 3,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, masks", [("terms", {}), ("a-qk", ALL), ("none", {"causal": False})])
+def test_compiled_inference(kind, masks):
+    i = rounded(inputs(100, width=32, value_width=32), torch.float32)
+    truth, dense = (
+        {"y": evaluate(i, kind, "reference", dtype, masks)["y"]} for dtype in (torch.float64, torch.float32)
+    )
+    low = cast(i, torch.float32, grad=False)
+    y = attend(low["q"], low["k"], low["v"], bias=BIASES[kind](low), impl="flex", **masks)
+    compare(truth, dense, {"y": y.double()}, torch.float32, f"{kind} by flex")
+
+
+def test_score_mod_is_the_bias():
+    """The functions handed to FlexAttention, called pair by pair: no compiler needed."""
+    i = inputs(12, 7)
+    bias = BIASES["terms"](i)
+    score_mod, dense = _score_mod(bias, i["q"], i["k"]), bias.dense()
+    for b, h, row, j in ((0, 0, 0, 0), (1, 3, 6, 11), (1, 2, 3, 5)):
+        index = (torch.tensor(x) for x in (b, h, row, j))
+        torch.testing.assert_close(
+            score_mod(torch.zeros(()), *index).double(), dense[b, h, row, j], atol=1e-5, rtol=1e-5
+        )
+
+
+def test_mask_mod_is_the_mask():
+    documents = (torch.arange(12) // 5).expand(2, -1)
+    padding = torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.3
+    for ids in (documents, documents[:1], None):
+        masks = Masks(7, 12, torch.device("cpu"), True, 4, ids, padding)
+        visible, dense = _visible(masks), masks.tile(slice(0, 7), slice(0, 12)).expand(2, 1, 7, 12)
+        for b in range(2):
+            for row in range(7):
+                for j in range(12):
+                    index = (torch.tensor(x) for x in (b, 0, row, j))
+                    assert visible(*index) == dense[b, 0, row, j]
+
+
+def test_coordinates_keep_the_digits_of_float64():
+    i = inputs(4)
+    bias = BIASES["fox"]({**i, "c_q": i["c_q"] + 1e6, "c_k": i["c_k"] + 1e6})
+    high_q, low_q, high_k, low_k, *_ = _captured(bias.terms[0], i["q"], i["k"])
+    apart = (high_k[..., 0] - high_q[..., 3]) + (low_k[..., 0] - low_q[..., 3])
+    torch.testing.assert_close(apart.double(), i["c_k"][..., 0] - i["c_q"][..., 3], atol=1e-6, rtol=1e-6)
