@@ -33,7 +33,9 @@ demo: install
 	$(BIN)/python examples/laws.py
 
 bench: install
-	$(BIN)/python benchmarks/rotation.py
+	$(BIN)/grape bench rotation
+	$(BIN)/grape bench attention
+	$(BIN)/grape bench decode
 
 docs: install
 	$(BIN)/mkdocs build --strict

@@ -289,7 +289,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.memory_length:
             rows[-1].peak_bytes = peak_memory(encoding, options.memory_length, options)
     print(table(rows))
-    print(f"peak memory: forward + backward beyond inputs and outputs at T = {options.memory_length}")
+    if options.memory_length:
+        print(f"peak memory: forward + backward beyond inputs and outputs at T = {options.memory_length}")
     print("\n".join(scaling(rows)))
     written = {"machine": machine(), "options": {**vars(options), "json": str(options.json)}}
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -62,11 +62,13 @@ class Bias:
     @property
     def query_length(self) -> int | None:
         """Tq, or None when the bias fits any length."""
-        return max((view.shape[2] for view in self.views().values()), default=None)
+        sizes = [view.shape[2] for view in self.views().values()]
+        return max(sizes) if sizes else None
 
     @property
     def key_length(self) -> int | None:
-        return max((trace.shape[2] for trace in self.traces().values()), default=None)
+        sizes = [trace.shape[2] for trace in self.traces().values()]
+        return max(sizes) if sizes else None
 
     def queries(self, rows: slice) -> Self:
         """Keep the last queries. Any other part would not stand at the last key: make a `tile` of it."""

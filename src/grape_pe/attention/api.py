@@ -240,8 +240,6 @@ def _check_bias(bias: Bias, q: Tensor, k: Tensor) -> None:
             f"bias must be one of the kinds in grape_pe.bias, got {type(bias).__name__}; "
             "wrap a function of tiles in TileBias"
         )
-    if torch.compiler.is_compiling():  # the lengths of a bias are not something Dynamo can follow
-        return
     lengths = (bias.query_length, bias.key_length)
     for what, have, want in zip(("queries", "keys"), lengths, (q.shape[2], k.shape[2]), strict=True):
         if have is not None and have != want:

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..bias import Bias, NoBias, SlopeBias, SlopeTerm
 from .masks import Masks
 from .pruning import Prune
+
+BLOCK = 128  # FlexAttention's own
 
 
 def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
@@ -53,29 +56,41 @@ def attend_flex(
 ) -> Tensor:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    block_mask = None
-    if masks.causal or not masks.plain:
-        batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
-        block_mask = create_block_mask(
-            _visible(masks), batch, None, masks.query_length, masks.key_length, device=q.device
-        )
     score_mod = _score_mod(bias, q, k) if isinstance(bias, SlopeBias) else None
+    batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
+    q, k, v = (_whole_blocks(x) for x in (q, k, v))
+    block_mask = None
+    if masks.causal or not masks.plain or k.shape[2] > masks.key_length:
+        block_mask = create_block_mask(_visible(masks), batch, None, q.shape[2], k.shape[2], device=q.device)
     out: Tensor = _compiled()(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return out
+    return out[:, :, : masks.query_length]
+
+
+def _whole_blocks(x: Tensor) -> Tensor:
+    """(B, H, T, …) with T padded by zeros to whole blocks, on the CPU.
+
+    torch's CPU kernel reads past the end of a last block of keys that is not whole: at 24 or 40 keys its
+    result is wrong (torch 2.13). On CUDA it masks the rest itself.
+    """
+    if x.device.type != "cpu":
+        return x
+    missing = -x.shape[2] % BLOCK
+    return F.pad(x, (*(0, 0) * (x.dim() - 3), 0, missing))
 
 
 Index = Tensor  # a scalar index inside score_mod and mask_mod
 
 
 def _visible(masks: Masks) -> Callable[[Index, Index, Index, Index], Tensor]:
-    shift, window, documents, padding = masks.shift, masks.window, masks.documents, masks.key_padding
+    shift, window = masks.shift, masks.window
+    documents, padding = (_padded_ids(x, masks) for x in (masks.documents, masks.key_padding))
     rows = 0 if documents is None else documents.shape[0]
 
     def mask_mod(b: Index, h: Index, row: Index, j: Index) -> Tensor:
         t = row + shift
-        seen = j >= 0
+        seen = j < masks.key_length
         if masks.causal:
             seen = seen & (j <= t)
         if window is not None:
@@ -88,6 +103,13 @@ def _visible(masks: Masks) -> Callable[[Index, Index, Index, Index], Tensor]:
         return seen
 
     return mask_mod
+
+
+def _padded_ids(x: Tensor | None, masks: Masks) -> Tensor | None:
+    """(B|1, Tk) long enough for every index a padded query or key may form."""
+    if x is None or masks.device.type != "cpu":
+        return x
+    return F.pad(x, (0, BLOCK + -masks.key_length % BLOCK))
 
 
 def _score_mod(bias: SlopeBias, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
@@ -108,8 +130,11 @@ def _captured(term: SlopeTerm, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     parts: list[Tensor] = []
     for c, shape in ((term.c_q, queries), (term.c_k, keys)):
         high = c.to(torch.float32)
-        parts += [x.expand(shape).contiguous() for x in (high, (c.double() - high).to(torch.float32))]
+        parts += [
+            _whole_blocks(x.expand(shape)).contiguous() for x in (high, (c.double() - high).to(torch.float32))
+        ]
     for rate, shape in ((term.rate_q, queries), (term.rate_k, keys)):
         zero = q.new_zeros((), dtype=torch.float32)
-        parts.append((zero if rate is None else rate.to(torch.float32)).expand(shape).contiguous())
+        whole = _whole_blocks((zero if rate is None else rate.to(torch.float32)).expand(shape))
+        parts.append(whole.contiguous())
     return tuple(parts)
