@@ -122,7 +122,7 @@ def report(context: int, batch: int, times: dict[str, list[float]]) -> list[dict
 
 
 @torch.no_grad()
-def main(arguments: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     check()
     print(f"milliseconds a token, {HEADS} heads of {DIM}, float32, {torch.get_num_threads()} threads")
     rows = []

@@ -123,14 +123,14 @@ def cell(row: dict[str, float], phase: str) -> str:
     return f"{row[f'{phase}_ms']:8.1f} ms {row[f'{phase}_ratio']:6.2f}x {spread}"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     table = ratios(measure(options.tokens, options.rounds))
     print(f"B=1 H={HEADS} T={options.tokens} D={DIM} float32, {torch.get_num_threads()} threads")
     print(f"{'':<14}{'forward':>24}{'forward + backward':>30}")
