@@ -7,6 +7,8 @@ code = enc(q, k, x=x)
 y = grape.attend(code.q, code.k, v, bias=code.bias)
 """
 
+from typing import Any
+
 from . import bias, encodings, groups
 from .attention import attend, record_pruning
 from .bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
@@ -14,6 +16,14 @@ from .cache import StreamingCache
 from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layout, names, register
 
 __version__ = "0.1.0"
+
+
+def adapt(model: Any, encoding: str, **options: Any) -> Any:
+    """Give a live pretrained Llama or Qwen model another encoding: see `grape_pe.models.adapt`."""
+    from .models import adapt as move_in  # here, because it imports transformers
+
+    return move_in(model, encoding, **options)
+
 
 __all__ = [
     "Bias",
@@ -28,6 +38,7 @@ __all__ = [
     "SumBias",
     "TileBias",
     "Tokens",
+    "adapt",
     "attend",
     "bias",
     "build",

@@ -92,6 +92,10 @@ class Call:
     def logits(self) -> int:
         return self.q.shape[0] * self.q.shape[1] * self.q.shape[2] * self.k.shape[2]
 
+    @property
+    def learns(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
+
     def why_not(self, name: str) -> str | None:
         return IMPLEMENTATIONS[name].why_not(self.q, self.k, self.v, self.bias, self.masks)
 
@@ -103,7 +107,12 @@ class Call:
 def _preference(call: Call) -> tuple[list[str], str]:
     """What `auto` tries, best first, and the reason for that order."""
     device = call.q.device.type
-    if isinstance(call.bias, NoBias) and call.masks.plain:
+    plain = isinstance(call.bias, NoBias) and call.masks.plain
+    if device == "cpu" and torch.compiler.is_compiling():  # which cannot ask for a C++ compiler
+        return (["lifted"] if plain else []) + ["blockwise"], "what torch.compile can follow"
+    if plain and device == "cpu" and call.learns and kernel_for(call.q) == "compiled":
+        return ["blockwise"], "the compiled tiles: forward and backward a little ahead of torch's own"
+    if plain:
         return ["lifted", "triton", "rows", "blockwise"], "no bias: torch's own attention, as it is"
     if device == "cpu" and kernel_for(call.q) != "compiled" and call.logits <= SMALL:
         return ["reference"], "so small that the dense computation is the quickest"

@@ -1,0 +1,1 @@
+"""Training, evaluating and comparing models."""

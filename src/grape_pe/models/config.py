@@ -1,0 +1,116 @@
+"""What a decoder is made of: one typed object, the same for plain PyTorch and Hugging Face."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..encodings import Encoding, build
+
+#: our names and those of Hugging Face's configurations, in which models are saved
+HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "hidden": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "encoding": "encoding",
+    "encoding_options": "encoding_options",
+    "shared_encoding": "shared_encoding",
+    "kv_shift": "kv_shift",
+    "qk_norm": "qk_norm",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and options of a decoder; every default is that of the paper's experiments.
+
+    Args:
+        width: features of the residual stream. layers: blocks.
+        heads: query heads. kv_heads: key heads, if fewer. head_dim: width / heads unless given.
+        hidden: features inside the SwiGLU, floor(8/3 width) unless given.
+        encoding: a name for `grape.build`, such as "grape-m+grape-ap"; encoding_options: its options.
+        shared_encoding: one encoding for the whole model instead of one for each layer.
+        kv_shift: mix each key and value with the previous one.
+        qk_norm: RMS-normalise queries and keys before they are encoded.
+        tied: one matrix for the embedding and the head.
+    """
+
+    vocab_size: int = 50304
+    width: int = 1024
+    layers: int = 24
+    heads: int = 8
+    kv_heads: int = 0
+    head_dim: int = 0
+    hidden: int = 0
+    encoding: str = "rope"
+    encoding_options: Mapping[str, Any] = field(default_factory=dict)
+    shared_encoding: bool = False
+    kv_shift: bool = False
+    qk_norm: bool = True
+    norm_eps: float = 1e-5
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        self._check("width", "heads")
+        self._fill("kv_heads", self.heads)
+        self._fill("head_dim", self.width // self.heads)
+        self._fill("hidden", math.floor(8 * self.width / 3))
+        self._check(*SIZES)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        if not isinstance(self.encoding_options, Mapping):
+            raise TypeError(f"encoding_options must be a mapping, got {self.encoding_options!r}")
+
+    def _fill(self, name: str, value: int) -> None:
+        if self.__dict__[name] in (0, None):
+            object.__setattr__(self, name, value)
+
+    def _check(self, *names: str) -> None:
+        for name in names:
+            value = self.__dict__[name]
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+    @classmethod
+    def medium(cls, **changes: Any) -> DecoderConfig:
+        """The paper's medium model: 24 layers, 8 heads of 128, 353M parameters."""
+        return cls(**{"width": 1024, "layers": 24, "heads": 8, **changes})
+
+    @classmethod
+    def large(cls, **changes: Any) -> DecoderConfig:
+        """The paper's large model: 36 layers, 10 heads of 128, 772M parameters."""
+        return cls(**{"width": 1280, "layers": 36, "heads": 10, **changes})
+
+    def build_encoding(self) -> Encoding:
+        return build(
+            self.encoding,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            width=self.width,
+            **self.encoding_options,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The same under Hugging Face's field names."""
+        values = {f.name: self.__dict__[f.name] for f in fields(self)}
+        return {HF_NAMES[name]: value for name, value in values.items()} | {
+            "encoding_options": dict(self.encoding_options)
+        }
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> DecoderConfig:
+        """From a configuration under Hugging Face's field names; other fields there are not ours."""
+        missing = [theirs for theirs in HF_NAMES.values() if theirs not in values]
+        if missing:
+            raise ValueError(f"not the configuration of a grape model: it lacks {', '.join(missing)}")
+        return cls(**{ours: values[theirs] for ours, theirs in HF_NAMES.items()})

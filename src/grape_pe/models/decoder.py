@@ -1,0 +1,183 @@
+"""The language model: one decoder for every encoding, as plain PyTorch.
+
+model = Decoder(DecoderConfig(width=256, layers=4, heads=4, encoding="grape-ap"))
+loss = model(tokens, targets=targets)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..encodings import Encoding
+from .blocks import EMBEDDING_STD, Block, check_packing
+from .config import DecoderConfig
+from .layer_cache import LayerCache
+from .layout import Layout, positions_from_mask
+from .loss import cross_entropy
+from .norm import RMSNorm
+
+
+class DecoderCache:
+    """What all layers keep of the tokens so far. See `StreamingCache` for what each call does."""
+
+    def __init__(self, layers: list[LayerCache]) -> None:
+        self.layers = layers
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    def _each(self, change: Callable[[LayerCache], Any]) -> Self:
+        for layer in self.layers:
+            change(layer)
+        return self
+
+    def crop(self, tokens: int) -> Self:
+        return self._each(lambda layer: layer.crop(tokens))
+
+    def select(self, index: Tensor) -> Self:
+        return self._each(lambda layer: layer.select(index))
+
+    def repeat(self, times: int) -> Self:
+        return self._each(lambda layer: layer.repeat(times))
+
+    def reset(self) -> Self:
+        return self._each(lambda layer: layer.reset())
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and the last norm: tokens to hidden states."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.encoding = config.build_encoding() if config.shared_encoding else None
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.embed_tokens.weight, std=EMBEDDING_STD)
+        nn.init.ones_(self.norm.weight)
+        for block in self.layers:
+            block.reset_parameters()  # type: ignore[operator]
+        if self.encoding is not None:
+            self.encoding.reset_parameters()
+
+    def encoding_of(self, layer: int) -> Encoding:
+        own = self.layers[layer].self_attn.encoding  # type: ignore[union-attr]
+        found = own if self.encoding is None else self.encoding
+        assert isinstance(found, Encoding)
+        return found
+
+    def forward(
+        self, tokens: Tensor, layout: Layout, cache: DecoderCache | None = None, checkpointing: bool = False
+    ) -> Tensor:
+        check_packing(self.encoding_of(0), layout)
+        x = self.embed_tokens(tokens)
+        for i, block in enumerate(self.layers):
+            held = None if cache is None else cache.layers[i]
+            if checkpointing:
+                x, _ = checkpoint(block, x, layout, self.encoding, use_reentrant=False)  # type: ignore[misc]
+            else:
+                x, _ = block(x, layout, self.encoding, held)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A causal language model with any encoding.
+
+    `gradient_checkpointing` recomputes each block in the backward pass. Built under `torch.device("meta")`
+    it takes no memory; `to_empty` and `reset_parameters` then make it real.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.gradient_checkpointing = False
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.model.reset_parameters()
+        if self.lm_head is not None:
+            nn.init.normal_(self.lm_head.weight, std=0.5 / self.config.width**0.5)
+
+    @property
+    def head(self) -> Tensor:
+        """(V, C): what turns hidden states into logits."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V); or, with `targets`, their mean cross entropy, computed in chunks.
+
+        Args:
+            tokens: (B, T) integer.
+            targets: (B, T), the token that follows each; -100 where nothing is to be predicted.
+            documents: (T,) or (B, T) ids of packed sequences: each is a sequence of its own.
+            positions: (B|1, T), if they are not those that follow; where they fall, a document begins.
+            padding: (B, T) bool, True where there is no token.
+            cache: from `cache()`; the tokens then continue those before.
+        """
+        layout = self._layout(tokens, documents, positions, padding, cache)
+        checkpointing = self.gradient_checkpointing and self.training and cache is None
+        hidden = self.model(tokens, layout, cache, checkpointing)
+        if targets is not None:
+            return cross_entropy(hidden, self.head, targets)
+        return hidden @ self.head.T
+
+    def cache(self, capacity: int | None = None, rollback: int = 128) -> DecoderCache:
+        """An empty cache for decoding; `capacity` preallocates, `rollback` bounds `crop`."""
+        return DecoderCache(
+            [
+                LayerCache(
+                    self.model.encoding_of(i),
+                    capacity=capacity,
+                    rollback=rollback,
+                    kv_shift=block.self_attn.kv_shift,  # type: ignore[union-attr,arg-type]
+                )
+                for i, block in enumerate(self.model.layers)
+            ]
+        )
+
+    def _layout(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None,
+        positions: Tensor | None,
+        padding: Tensor | None,
+        cache: DecoderCache | None,
+    ) -> Layout:
+        if documents is not None:
+            if cache is not None or positions is not None or padding is not None:
+                raise ValueError(
+                    "documents bring their own positions and are for training; with a cache or padding give "
+                    "positions that start again instead"
+                )
+            return Layout.from_documents(documents)
+        tail = None if cache is None else cache.layers[0].tail()
+        if positions is None:
+            if cache is None and padding is None:
+                return Layout()
+            mask = torch.ones_like(tokens) if padding is None else ~padding
+            positions = positions_from_mask(mask)
+            if tail is not None:
+                positions = positions + tail.next_position.long().unsqueeze(-1)
+        return Layout.from_positions(positions, padding, tail)

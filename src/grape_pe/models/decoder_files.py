@@ -1,0 +1,81 @@
+"""Saving the plain decoder, in the format of the Hugging Face model: either loads what the other wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .config import HF_NAMES, DecoderConfig
+from .decoder import Decoder
+from .extras import require
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
+    """Write config.json and model.safetensors; both or, if anything fails, neither."""
+    st = require("safetensors.torch", "hf")
+    directory = Path(directory)
+    said = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], **model.config.to_hf()}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory, prefix=".part-"))
+    try:
+        (scratch / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        st.save_file(tensors, scratch / WEIGHTS, {"format": "pt"})
+        for name in (WEIGHTS, CONFIG):
+            os.replace(scratch / name, directory / name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory
+
+
+def load_decoder(directory: str | os.PathLike[str]) -> Decoder:
+    """The decoder in a directory written by `save_decoder` or by the Hugging Face model's save_pretrained."""
+    directory = Path(directory)
+    config, tensors = _read_config(directory), _read_weights(directory)
+    if config.tied:
+        tensors.pop("lm_head.weight", None)
+    with torch.device("meta"):
+        model = Decoder(config)
+    want = model.state_dict()
+    wrong = sorted(want.keys() ^ tensors.keys()) or sorted(
+        n for n in want if want[n].shape != tensors[n].shape
+    )
+    if wrong:
+        raise ValueError(
+            f"{directory / WEIGHTS} is not the checkpoint of this configuration: {wrong[0]!r} and "
+            f"{len(wrong) - 1} others are missing, left over or of another shape"
+        )
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def _read_config(directory: Path) -> DecoderConfig:
+    path = directory / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"no {CONFIG} in {directory}; save_decoder writes one")
+    said = json.loads(path.read_text())
+    if said.get("model_type") != "grape":
+        raise ValueError(f"{path} describes a {said.get('model_type')!r} model, not a grape one")
+    return DecoderConfig.from_hf({theirs: said.get(theirs) for theirs in HF_NAMES.values()})
+
+
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    st = require("safetensors.torch", "hf")
+    path = directory / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no {WEIGHTS} in {directory}; pickles are not read, because they can run code"
+        )
+    try:
+        tensors: dict[str, Tensor] = st.load_file(path)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    return tensors

@@ -1,0 +1,85 @@
+"""`GrapeConfig`: the decoder's configuration under Hugging Face's usual field names."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from .config import HF_NAMES, DecoderConfig
+
+LAYER_TYPE = "grape_attention"
+#: written beside saved models, so that the Hub's remote code finds this package
+REMOTE_FILE = "modeling_grape.py"
+REMOTE_CODE = '''"""Loads this model through the grape-pe package: pip install 'grape-pe[hf]'."""
+
+try:
+    from grape_pe.models.hf import GrapeConfig, GrapeForCausalLM, GrapeModel
+except ImportError as error:
+    raise ImportError("this model needs grape-pe; install it with: pip install 'grape-pe[hf]'") from error
+
+__all__ = ["GrapeConfig", "GrapeForCausalLM", "GrapeModel"]
+'''
+AUTO_MAP = {
+    "AutoConfig": "modeling_grape.GrapeConfig",
+    "AutoModel": "modeling_grape.GrapeModel",
+    "AutoModelForCausalLM": "modeling_grape.GrapeForCausalLM",
+}
+
+
+@strict
+class GrapeConfig(PreTrainedConfig):
+    """Sizes under Hugging Face's names, and what is ours: see `DecoderConfig` for what each does.
+
+    `encoding`, `encoding_options`, `shared_encoding`, `kv_shift`, `qk_norm` choose the model; `rollback` is
+    how many tokens its caches can take back.
+    """
+
+    model_type = "grape"
+    keys_to_ignore_at_inference: ClassVar[Any] = ["past_key_values"]
+
+    vocab_size: int = 50304
+    hidden_size: int = 1024
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-5
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = True
+    encoding: str = "rope"
+    encoding_options: dict[str, Any] | None = None
+    shared_encoding: bool = False
+    kv_shift: bool = False
+    qk_norm: bool = True
+    rollback: int = 128
+    layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.hidden_act != "silu":
+            raise ValueError(f'hidden_act must be "silu" (the decoder is SwiGLU), got {self.hidden_act!r}')
+        self.encoding_options = {} if self.encoding_options is None else self.encoding_options
+        filled = self.to_decoder()
+        self.intermediate_size, self.head_dim = filled.hidden, filled.head_dim
+        self.num_key_value_heads = filled.kv_heads
+        self.layer_types = [LAYER_TYPE] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    def validate_layer_type(self) -> None:
+        """Every layer is of our own type, whose cache holds bias traces as well."""
+        if self.layer_types != [LAYER_TYPE] * self.num_hidden_layers:
+            raise ValueError(f"layer_types must be {LAYER_TYPE!r} for each layer, got {self.layer_types}")
+
+    def to_decoder(self) -> DecoderConfig:
+        """The same as the plain decoder's configuration; unknown encodings are an error here."""
+        values = {theirs: self.__dict__[theirs] for theirs in HF_NAMES.values()}
+        sizes = ("intermediate_size", "num_key_value_heads", "head_dim")
+        return DecoderConfig.from_hf(values | {name: values[name] or 0 for name in sizes})

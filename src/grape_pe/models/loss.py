@@ -1,0 +1,102 @@
+"""Cross entropy over a large vocabulary, in chunks of tokens: all the logits never exist at once.
+
+The gradients of a chunk are formed together with its loss, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+#: elements of one chunk's logits (float32: 32 MB)
+CHUNK_ELEMENTS = 1 << 23
+
+
+@torch.library.custom_op("grape::chunked_cross_entropy", mutates_args=())
+def _chunked(
+    hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum of losses in float32, its gradient for hidden (N, C), for weight (V, C)); empty if not wanted."""
+    total = hidden.new_zeros((), dtype=torch.float32)
+    d_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if weight_grad else hidden.new_empty(0)
+    size = max(1, CHUNK_ELEMENTS // weight.shape[0])
+    for start in range(0, hidden.shape[0], size):
+        rows, wanted = hidden[start : start + size], targets[start : start + size]
+        counted = wanted != IGNORE
+        index = wanted.where(counted, 0).unsqueeze(-1)
+        logits = (rows @ weight.T).float()
+        norm = logits.logsumexp(-1, keepdim=True)
+        total += (norm - logits.gather(-1, index)).squeeze(-1).where(counted, 0.0).sum()
+        if not (hidden_grad or weight_grad):
+            continue
+        slope = logits.sub_(norm).exp_()  # softmax, in the storage of the logits
+        slope.scatter_add_(-1, index, slope.new_full((), -1.0).expand_as(index))
+        slope = slope.mul_(counted.unsqueeze(-1)).to(hidden.dtype)
+        if hidden_grad:
+            torch.mm(slope, weight, out=d_hidden[start : start + size])
+        if weight_grad:
+            _add_product(d_weight, slope, rows)
+    return total, d_hidden, d_weight.to(weight.dtype) if weight_grad else d_weight
+
+
+def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
+    if rows.dtype == torch.float32:
+        total.addmm_(slope.T, rows)
+    else:
+        total += slope.T @ rows
+
+
+@_chunked.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
+    d_weight = torch.empty_like(weight) if weight_grad else hidden.new_empty(0)
+    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1], output[2])
+    ctx.wanted = inputs[3:5]
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _backward(ctx: Any, d_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grads = [
+        saved * d_total.to(saved.dtype) if wanted else None
+        for saved, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    ]
+    return grads[0], grads[1], None, None, None
+
+
+_chunked.register_autograd(_backward, setup_context=_setup)
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, count: Tensor | int | float | None = None
+) -> Tensor:
+    """Mean cross entropy of `hidden @ weight.T` against `targets`, in float32.
+
+    Args:
+        hidden: (…, C) last hidden states. weight: (V, C) the head.
+        targets: (…) integer, -100 where nothing is to be predicted.
+        count: what to divide the sum by; the number of targets unless given.
+    """
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if rows.shape[0] != wanted.shape[0]:
+        raise ValueError(
+            f"targets must hold one token for each hidden state: expected {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(targets.shape)}"
+        )
+    if torch.is_autocast_enabled(hidden.device.type):
+        rows = rows.to(torch.get_autocast_dtype(hidden.device.type))
+    weight = weight.to(rows.dtype)
+    learns = torch.is_grad_enabled()
+    total, _, _ = _chunked(
+        rows, weight, wanted, learns and rows.requires_grad, learns and weight.requires_grad
+    )
+    return total / ((wanted != IGNORE).sum().clamp(min=1) if count is None else count)

@@ -1,0 +1,165 @@
+"""`grape eval lm`: real lm_eval, offline, on local task files and a tiny model."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grape_pe.lab import evaluate as lab
+from grape_pe.models import GrapeConfig, GrapeForCausalLM
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+target_delimiter: ""
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+{more}
+"""
+NORM = """  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [
+        {"question": f"{i} and one is", "choices": [f" {i + 1}", " a longer answer"], "answer": 0}
+        for i in range(6)
+    ]
+    data = tmp_path / "test.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for name, more in (("small_both", NORM), ("small_acc", "")):
+        (tasks / f"{name}.yaml").write_text(TASK.format(name=name, data=data, more=more))
+    return tmp_path
+
+
+def tokenizer():
+    letters = {chr(i): i - 31 for i in range(32, 127)} | {"<pad>": 0}
+    letters |= {
+        c: len(letters) + i
+        for i, c in enumerate(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(letters)))
+    }
+    raw = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<pad>")
+
+
+def model(encoding="rope+fox"):
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": len(tokenizer()),
+    }
+    return GrapeForCausalLM(GrapeConfig(**sizes, encoding=encoding, pad_token_id=0, eos_token_id=0)).eval()
+
+
+def options(**given):
+    parser = argparse.ArgumentParser()
+    lab.add_parser(parser.add_subparsers())
+    words = ["lm", given.pop("checkpoint")]
+    for name, value in given.items():
+        words += [f"--{name}", str(value)]
+    return parser.parse_args(words)
+
+
+def test_command_on_local_tasks(offline, capsys):
+    model().save_pretrained(offline / "m")
+    tokenizer().save_pretrained(offline / "m")
+    given = options(
+        checkpoint=str(offline / "m"),
+        tasks="small_both,small_acc",
+        include=offline / "tasks",
+        output=offline / "out.json",
+    )
+    assert given.run(given) == 0
+    table = capsys.readouterr().out
+    assert "small_both" in table and "Avg." in table and "acc_norm" in table
+    saved = json.loads((offline / "out.json").read_text())
+    assert saved["encoding"] == "rope+fox" and saved["tasks"]["small_both"]["samples"] == 6
+    assert saved["tasks"]["small_acc"]["acc_norm"] is None
+
+
+def test_scores_are_the_models(offline):
+    """Against log-likelihoods computed here: the shorter answer's, the longer one's, by hand."""
+    net, words = model(), tokenizer()
+    scores = lab.evaluate(net, words, ["small_both"], include=offline / "tasks")
+    right = normed = 0
+    for i in range(6):
+        likes, sizes = [], []
+        for choice in (f" {i + 1}", " a longer answer"):
+            prompt, answer = words(f"{i} and one is").input_ids, words(choice).input_ids
+            with torch.no_grad():
+                logp = net(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+            likes.append(sum(logp[len(prompt) - 1 + n, t].item() for n, t in enumerate(answer)))
+            sizes.append(len(choice))
+        right += likes[0] > likes[1]
+        normed += likes[0] / sizes[0] > likes[1] / sizes[1]
+    assert scores.tasks["small_both"].acc == pytest.approx(right / 6)
+    assert scores.tasks["small_both"].acc_norm == pytest.approx(normed / 6)
+
+
+def test_paper_table():
+    one = lab.TaskScore(0.5, 0.6, None, None, 10)
+    scores = lab.Scores(
+        "m",
+        "rope",
+        0,
+        None,
+        dict.fromkeys(lab.PAPER_TASKS, one) | {"winogrande": lab.TaskScore(0.4, None, None, None, 9)},
+    )
+    lines = scores.table().splitlines()
+    assert lines[0].split() == [*lab.PAPER_TASKS.values(), "Avg."]
+    assert scores.average("acc") == pytest.approx((6 * 0.5 + 0.4) / 7)
+    assert scores.average("acc_norm") == pytest.approx((6 * 0.6 + 0.4) / 7)
+    assert "57.14" in lines[2] and "-" in lines[2]
+
+
+def test_mistakes_are_said_in_one_line(offline, capsys):
+    model().save_pretrained(offline / "m")
+    tokenizer().save_pretrained(offline / "m")
+    for given, says in (
+        (options(checkpoint=str(offline / "none")), "cannot load"),
+        (options(checkpoint=str(offline / "m"), tasks=","), "no task given"),
+        (options(checkpoint=str(offline / "m"), include=offline / "none"), "must be a directory"),
+    ):
+        assert given.run(given) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_unknown_tasks_name_their_neighbours():
+    with pytest.raises(lab.EvaluationError, match="did you mean arc_easy"):
+        lab._check_tasks(["arc_esay"], list(lab.PAPER_TASKS))
+
+
+def test_the_command_line_has_it(offline, capsys):
+    from grape_pe.cli import main
+
+    assert main(["eval", "lm", str(offline / "none")]) == 2
+    assert "cannot load" in capsys.readouterr().err
+
+
+def test_missing_lm_eval_gives_the_command(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"pip install 'grape-pe\[eval\]'"):
+        lab.evaluate(model(), tokenizer())

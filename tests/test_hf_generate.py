@@ -1,0 +1,202 @@
+"""Generation through Hugging Face: every mode with a cache gives what it gives without one."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+import grape_pe as grape
+from grape_pe.models import GrapeConfig, GrapeForCausalLM
+from grape_pe.testing import TOL
+
+NAMES = [*grape.names(), "rope+fox", "grape-m+grape-ap"]
+V = 61
+
+
+def small(encoding="rope", seed=0, **options):
+    torch.manual_seed(seed)
+    config = GrapeConfig(
+        vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        encoding=encoding, pad_token_id=0, **options,
+    )  # fmt: skip
+    model = GrapeForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(batch=2, length=9, seed=1):
+    return torch.randint(1, V, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generated(model, ids, **options):
+    torch.manual_seed(7)
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    return out.sequences, out.logits
+
+
+def same(model, ids, expected=None, **options):
+    """Tokens equal, and scores too, so that an accidental agreement of arg max does not pass."""
+    got = generated(model, ids, **options)
+    want = expected or generated(model, ids, **{**options, "use_cache": False, "cache_implementation": None})
+    assert torch.equal(got[0], want[0])
+    for a, b in zip(got[1], want[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=TOL[torch.float32], atol=TOL[torch.float32])
+    return got
+
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+    "beam": {"num_beams": 3, "do_sample": False},
+    "beam-sampling": {"num_beams": 2, "do_sample": True},
+    "static": {"cache_implementation": "static", "do_sample": False},
+    "chunked": {"prefill_chunk_size": 4, "do_sample": False},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_is_uncached(name, mode):
+    options = dict(MODES[mode])
+    model, ids = small(name, kv_shift=True), tokens()
+    plain = {k: v for k, v in options.items() if k not in ("prefill_chunk_size", "cache_implementation")}
+    same(model, ids, generated(model, ids, use_cache=False, **plain), **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_assisted_and_prompt_lookup(name):
+    """Rejected candidates are cropped from the cache: what is left must be as if they had never come."""
+    model, assistant = small(name, kv_shift=True), small(name, seed=3)
+    ids = tokens(1, 4).repeat(1, 3)
+    want = generated(model, ids, do_sample=False, use_cache=False)
+    same(model, ids, want, do_sample=False, prompt_lookup_num_tokens=3)
+    same(model, ids, want, do_sample=False, assistant_model=assistant)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beam", "static", "chunked"])
+@pytest.mark.parametrize("name", NAMES)
+def test_left_padding_generates_the_same(name, mode):
+    model, ids = small(name, kv_shift=True), tokens(1, 6)
+    padded = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1), tokens(1, 11, seed=4)])
+    mask = (padded != 0).long()
+    alone = generated(model, ids, **MODES["beam" if mode == "beam" else "greedy"])
+    together = generated(model, padded, attention_mask=mask, **MODES[mode])
+    assert torch.equal(together[0][0, 5:], alone[0][0])
+    rows = 3 if mode == "beam" else 1
+    for a, b in zip(together[1], alone[1], strict=True):
+        torch.testing.assert_close(a[:rows], b[:rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-ap", "rope+fox"])
+def test_packed_position_ids(name):
+    model = small(name, kv_shift=True)
+    parts = [tokens(1, n, seed=n) for n in (5, 3)]
+    ids = torch.cat(parts, 1)
+    positions = torch.tensor([[*range(5), *range(3)]])
+    with torch.no_grad():
+        want = torch.cat([model(part).logits for part in parts], 1)
+        for cached in (False, True):
+            got = model(ids, position_ids=positions, use_cache=cached)
+            torch.testing.assert_close(got.logits, want)
+        after = model(ids[:, :1], position_ids=torch.tensor([[3]]), past_key_values=got.past_key_values)
+        alone = model(torch.cat([parts[1], ids[:, :1]], 1)).logits[:, -1:]
+        torch.testing.assert_close(after.logits, alone)
+
+
+def test_generation_continues_a_packed_prompt():
+    model = small("rope+fox", kv_shift=True)
+    first, second = tokens(1, 5), tokens(1, 4, seed=2)
+    positions = torch.tensor([[*range(5), *range(4)]])
+    want = generated(model, second, do_sample=False)[0][0, 4:]
+    got = generated(model, torch.cat([first, second], 1), do_sample=False, position_ids=positions)[0][0, 9:]
+    assert torch.equal(got, want)
+
+
+class Forgetful:
+    """Negative control: breaks one thing a cache must do, and sees that it is noticed."""
+
+    def __init__(self, monkeypatch, name):
+        monkeypatch.setattr(f"grape_pe.models.hf_cache.GrapeDynamicLayer.{name}", lambda *_: None)
+
+
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-ap", "grape-m-ctx"])
+def test_a_cache_that_does_not_reorder_is_noticed(name, monkeypatch):
+    model, ids = small(name, kv_shift=True), tokens()
+    want = generated(model, ids, use_cache=False, **MODES["beam"])
+    Forgetful(monkeypatch, "reorder_cache")
+    with pytest.raises(AssertionError):
+        same(model, ids, want, **MODES["beam"])
+
+
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-ap"])
+def test_a_cache_that_does_not_crop_is_noticed(name, monkeypatch):
+    model, ids = small(name), tokens(1, 4).repeat(1, 3)
+    want = generated(model, ids, do_sample=False, use_cache=False)
+    Forgetful(monkeypatch, "crop")
+    with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError)):
+        same(model, ids, want, do_sample=False, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["fox", "grape-ap", "grape-a-qk"])
+def test_a_bias_lost_in_the_cache_is_noticed(name, monkeypatch):
+    model, ids = small(name), tokens()
+    want = generated(model, ids, use_cache=False, do_sample=False)
+    from grape_pe.models import layer_cache
+
+    real = layer_cache.LayerCache._seen
+
+    def without_bias(self, code):
+        seen = real(self, code)
+        return layer_cache.Seen(seen.q, seen.k, seen.v, grape.NoBias(), seen.masks)
+
+    monkeypatch.setattr(layer_cache.LayerCache, "_seen", without_bias)
+    with pytest.raises(AssertionError):
+        same(model, ids, want, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["fox", "grape-m-ctx", "grape-ap"])
+def test_cache_operations(name):
+    model, ids = small(name, kv_shift=True), tokens(2, 10)
+    with torch.no_grad():
+        want = model(ids).logits
+        cache = model(ids[:, :8]).past_key_values
+        assert cache.get_seq_length() == 8 and cache.is_croppable
+        twin = copy.deepcopy(cache)
+        cache.crop(-3)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        got = model(ids[[1, 0], 5:], past_key_values=cache).logits
+        torch.testing.assert_close(got, want[[1, 0], 5:])
+        torch.testing.assert_close(model(ids[:, 8:], past_key_values=twin).logits, want[:, 8:])
+        twin.reset()
+        torch.testing.assert_close(model(ids, past_key_values=twin).logits, want)
+    assert twin.layers[0].stream.encoding is model.model.encoding_of(0)
+
+
+def test_caches_users_bring():
+    model, ids = small("fox"), tokens()
+    with torch.no_grad():
+        want = model(ids).logits
+        for cache in (DynamicCache(), DynamicCache(config=model.config), StaticCache(model.config, 20)):
+            first = model(ids[:, :4], past_key_values=cache).logits
+            rest = model(ids[:, 4:], past_key_values=cache).logits
+            torch.testing.assert_close(torch.cat([first, rest], 1), want)
+        foreign = DynamicCache()
+        foreign.layers.append(DynamicLayer())
+        foreign.layers[0].update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
+        with pytest.raises(ValueError, match="bias traces"):
+            model(ids, past_key_values=foreign)
+        with pytest.raises(ValueError, match="capacity"):
+            model(ids, past_key_values=StaticCache(model.config, 3))

@@ -1,0 +1,32 @@
+"""The examples about models run offline and show what they say."""
+
+import re
+import runpy
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def shown(name, capsys):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_swap_encoding(capsys):
+    out = shown("swap_encoding", capsys)
+    changed, differ = (float(x) for x in re.findall(r"(?:changed by|differ by) (\S+)", out))
+    first, last = (float(x) for x in re.search(r"loss (\S+) -> (\S+)", out).groups())
+    assert changed < 1e-5 and differ < 1e-5 and last < first
+
+
+def test_export_and_reload(capsys):
+    out = shown("export_and_reload", capsys)
+    assert "LlamaForCausalLM, rope_type longrope" in out and "refused" in out
+    assert float(re.search(r"differ by (\S+)", out).group(1)) < 1e-4
+
+
+def test_train_with_hf(capsys):
+    out = shown("train_with_hf", capsys)
+    losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", out)]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert "generated: b'The " in out
