@@ -10,7 +10,7 @@ What is kept for a token is what it left on arrival: its rotated key, its value,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -20,6 +20,7 @@ from .attention import attend
 from .bias import Bias, PathBias, SumBias, TileBias
 from .columns import Columns
 from .encodings.base import Encoded, Encoding
+from .ragged import assemble, attend_ragged, one_sequence
 
 FORMAT = "grape-pe cache 1"
 
@@ -87,7 +88,7 @@ class StreamingCache:
         (on its left or its right); such rows give zeros. `options` go to `grape.attend`.
         """
         if padding is not None and bool(padding.any()):
-            return self._attend_ragged(q, k, v, x, positions, padding, options)
+            return attend_ragged(self, q, k, v, x, positions, padding, options)
         code = self.append(q, k, v, x=x, positions=positions)
         return self._read(code, options)
 
@@ -210,86 +211,15 @@ class StreamingCache:
         masks["key_bound"] = self.key_bound
         return attend(code.q, held["k"], held["v"], bias=bias, **masks, **options)
 
-    # Sequences of different lengths ---------------------------------------------------------------
-
-    def _attend_ragged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor | None,
-        positions: Tensor | None,
-        padding: Tensor,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """Each sequence alone, without its padding, then all of them aligned at their last token."""
-        if padding.shape != (q.shape[0], q.shape[2]) or padding.dtype != torch.bool:
-            raise ValueError(
-                f"padding must be bool of shape {(q.shape[0], q.shape[2])}, True where there is no token; "
-                f"got {padding.dtype} {tuple(padding.shape)}"
-            )
-        if self.window is not None:
-            raise ValueError("padding cannot be combined with a window; give each sequence its own cache")
-        rows = [torch.nonzero(~hidden).flatten() for hidden in padding]
-        for row in rows:
-            if len(row) and int(row[-1] - row[0]) + 1 != len(row):
-                raise ValueError("padding must be on the left or the right of the tokens, not between them")
-        pieces = [self._select_one(b) for b in range(q.shape[0])]
-        out = q.new_zeros(*q.shape[:3], v.shape[-1])
-        for b, (piece, row) in enumerate(zip(pieces, rows, strict=True)):
-            if not len(row):
-                continue
-            one, part = slice(b, b + 1), slice(int(row[0]), int(row[-1]) + 1)
-            where = None if positions is None else positions.expand(q.shape[0], -1)[one, part]
-            y = piece.attend(
-                q[one, :, part],
-                k[one, :, part],
-                v[one, :, part],
-                x=None if x is None else x[one, part],
-                positions=where,
-                **options,
-            )
-            out[one, :, part] = y
-        self._assemble(pieces)
-        return out
-
-    def _select_one(self, b: int) -> StreamingCache:
-        """Sequence b alone, its padding removed."""
-        piece = self.fork().select(torch.tensor([b]))
-        if piece.template is not None and piece.ragged:
-            real = ~piece.tokens.view("padding")[0, 0]
-            kept = torch.nonzero(real).flatten()
-            piece.tokens.map(lambda _, t: t[:, :, : piece.tokens.length].index_select(2, kept.to(t.device)))
-            piece.tokens.length = piece.length = len(kept)
-            piece.ragged = False
-        return piece
-
-    def _assemble(self, pieces: Sequence[StreamingCache]) -> None:
-        """All sequences in one table, aligned at the right, the missing left marked as padding."""
-        full = [piece for piece in pieces if piece.template is not None]
-        if len(full) < len(pieces):
-            raise ValueError("every sequence needs at least one token before it can be padded")
-        length = max(piece.tokens.length for piece in full)
-        tokens, states = Columns(self.tokens.capacity), Columns(None, self.states.keep_last)
-        tokens.append({n: _align(full, "tokens", n, length) for n in full[0].tokens.storage})
-        if full[0].states.storage:
-            tail = max(piece.states.length for piece in full)
-            states.append({n: _align(full, "states", n, tail) for n in full[0].states.storage})
-        self.tokens, self.states, self.length = tokens, states, length
-        self.template, self.aliases = full[0].template, full[0].aliases
-        self.next_position = torch.cat([p.next_position for p in full])  # type: ignore[misc]
-        self.key_bound = torch.cat([p.key_bound for p in full])  # type: ignore[misc]
-        self.ragged = len({piece.tokens.length for piece in full}) > 1
-
     # Cutting and moving ---------------------------------------------------------------------------
 
     def crop(self, tokens: int | Tensor) -> Self:
         """Take back the last `tokens` tokens (one number, or one for each sequence), as if never come."""
         if isinstance(tokens, Tensor) and tokens.dim():
-            pieces = [self._select_one(b) for b in range(len(tokens))]
+            pieces = [one_sequence(self, b) for b in range(len(tokens))]
             for piece, count in zip(pieces, tokens.tolist(), strict=True):
                 piece.crop(count)
-            self._assemble(pieces)
+            assemble(self, pieces)
             return self
         tokens = int(tokens)
         self._check_crop(tokens)
@@ -460,13 +390,3 @@ def _unflatten(like: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(like, tuple):
         return tuple(_unflatten(part, tensors) for part in like)
     return None if like is None else next(tensors)
-
-
-def _align(pieces: Sequence[StreamingCache], table: str, name: str, length: int) -> Tensor:
-    """One column of all sequences, aligned at the right; on the left zeros, or True for padding."""
-    parts = []
-    for piece in pieces:
-        held = getattr(piece, table).view(name)
-        filler = held.new_full((*held.shape[:2], length - held.shape[2], *held.shape[3:]), name == "padding")
-        parts.append(torch.cat([filler, held], 2))
-    return torch.cat(parts, 0)
