@@ -9,6 +9,8 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -30,6 +32,8 @@ def pretrained(kind="llama", **options):
     torch.manual_seed(0)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**SIZES, **options))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **options))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, **options))
     with torch.no_grad():
@@ -54,7 +58,7 @@ def stir(model):
     return model
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_unchanged_at_the_start(kind, name):
     model, ids = pretrained(kind), tokens()

@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_bench(commands)
     _add_eval(commands)
+    _add_model(commands)
     return parser
 
 
@@ -54,6 +55,36 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
     scoring = commands.add_parser("eval", help="score a model", description="Score a model.")
     add_parser(scoring.add_subparsers(title="evaluations", metavar="WHAT", required=True))
+
+
+def _add_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = (
+        "Count the parameters of one of the paper's models. Example: grape model medium --encoding grape-ap"
+    )
+    model = commands.add_parser("model", help="count a model's parameters", description=about)
+    model.add_argument("size", choices=("medium", "large"))
+    model.add_argument("--encoding", default="rope", help="any name, or several joined by + (default: rope)")
+    model.add_argument("--kv-shift", action="store_true")
+    model.add_argument("--real", action="store_true", help="allocate it; by default it is built on meta")
+    model.set_defaults(run=_model)
+
+
+def _model(options: argparse.Namespace) -> int:
+    import torch
+
+    from .models import Decoder, DecoderConfig
+
+    make = DecoderConfig.medium if options.size == "medium" else DecoderConfig.large
+    try:
+        config = make(encoding=options.encoding, kv_shift=options.kv_shift)
+        encoding = config.build_encoding()
+    except ValueError as problem:
+        raise CommandError(str(problem)) from None
+    with torch.device("cpu" if options.real else "meta"):
+        model = Decoder(config)
+    print(f"{sum(p.numel() for p in model.parameters()):>13,} parameters")
+    print(f"{sum(p.numel() for p in encoding.parameters()):>13,} of the encoding in each layer")
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
