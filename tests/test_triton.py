@@ -67,7 +67,7 @@ def _path() -> PathBias:
 def test_refuses_the_cpu_and_says_so() -> None:
     q, k, v, masks = _call()
     assert "CUDA" in (why_not_triton(q, k, v, NoBias(), masks) or "")
-    with pytest.raises(NotImplementedError, match="CUDA"):
+    with pytest.raises(ValueError, match="CUDA"):
         attend_triton(q, k, v, NoBias(), masks, 1.0, None)
 
 

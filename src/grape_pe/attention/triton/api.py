@@ -116,7 +116,7 @@ def _operator_inputs(
 def _check(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> None:
     reason = why_not_triton(q, k, v, bias, masks)
     if reason is not None:
-        raise NotImplementedError(f"impl='triton' cannot do this: {reason}")
+        raise ValueError(f"impl='triton' cannot do this: {reason}")
 
 
 def attend_triton(
@@ -131,7 +131,7 @@ def attend_triton(
     """softmax(scale q k^T + bias) v, tile by tile; differentiable in q, k, v and the bias's tensors.
 
     `prune` is None (compute everything), "auto" (leave out what rounding would lose) or a threshold in
-    nats. Raises NotImplementedError with the reason when the kernels cannot do it.
+    nats. Raises ValueError with the reason when the kernels cannot do it.
     """
     _check(q, k, v, bias, masks)
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):
