@@ -5,11 +5,9 @@ Both accuracies are kept: acc, and acc_norm (by the length of the answer) where 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.extras import require
+from .errors import LabError
 
 PAPER_TASKS = {
     "arc_easy": "ARC-E",
@@ -30,7 +29,7 @@ PAPER_TASKS = {
 METRICS = ("acc", "acc_norm")
 
 
-class EvaluationError(Exception):
+class EvaluationError(LabError):
     """Something the user can put right: an unknown task, a checkpoint that is none, a missing dataset."""
 
 
@@ -72,14 +71,16 @@ class Scores:
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(lines)
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "average": {metric: self.average(metric) for metric in METRICS}}
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything as JSON, the whole file or nothing."""
         path = Path(path)
-        averages = {metric: self.average(metric) for metric in METRICS}
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=path.parent, suffix=".part")
         with os.fdopen(handle, "w") as file:
-            json.dump({**asdict(self), "average": averages}, file, indent=2)
+            json.dump(self.to_dict(), file, indent=2)
         os.replace(scratch, path)
 
 
@@ -190,42 +191,3 @@ def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any,
             + ("" if tokenizer else "\nIf it has no tokenizer, give one with --tokenizer")
         ) from error
     return model.eval(), words
-
-
-def add_parser(commands: Any) -> None:
-    """Add `lm` to the subcommands of `grape eval`."""
-    parser = commands.add_parser("lm", help="accuracy on language tasks, by lm_eval", description=__doc__)
-    parser.add_argument("checkpoint", help="a model's directory or Hub name")
-    parser.add_argument(
-        "--tasks", default=",".join(PAPER_TASKS), help="separated by commas (default: the paper's seven)"
-    )
-    parser.add_argument("--include", help="a directory of local task files")
-    parser.add_argument("--tokenizer", help="if the checkpoint has none, another directory or Hub name")
-    parser.add_argument("--shots", type=int, default=0)
-    parser.add_argument("--limit", type=int, help="at most so many samples of each task")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output", help="write the scores to this JSON file")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """What `grape eval lm` does; returns the exit code."""
-    try:
-        model, tokenizer = load_checkpoint(options.checkpoint, options.tokenizer)
-        scores = evaluate(
-            model,
-            tokenizer,
-            [name for name in options.tasks.split(",") if name],
-            include=options.include,
-            shots=options.shots,
-            limit=options.limit,
-            batch_size=options.batch_size,
-            checkpoint=options.checkpoint,
-        )
-    except (EvaluationError, ImportError) as problem:
-        print(f"grape: {problem}", file=sys.stderr)
-        return 2
-    print(scores.table())
-    if options.output:
-        scores.save(options.output)
-    return 0

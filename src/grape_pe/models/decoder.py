@@ -121,6 +121,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         *,
         targets: Tensor | None = None,
+        count: Tensor | float | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
@@ -131,6 +132,7 @@ class Decoder(nn.Module):
         Args:
             tokens: (B, T) integer.
             targets: (B, T), the token that follows each; -100 where nothing is to be predicted.
+            count: what the sum of losses is divided by, if not the number of targets.
             documents: (T,) or (B, T) ids of packed sequences: each is a sequence of its own.
             positions: (B|1, T), if they are not those that follow; where they fall, a document begins.
             padding: (B, T) bool, True where there is no token.
@@ -140,15 +142,26 @@ class Decoder(nn.Module):
         checkpointing = self.gradient_checkpointing and self.training and cache is None
         hidden = self.model(tokens, layout, cache, checkpointing)
         if targets is not None:
-            return cross_entropy(hidden, self.head, targets)
+            return cross_entropy(hidden, self.head, targets, count)
         return hidden @ self.head.T
 
-    def cache(self, capacity: int | None = None, rollback: int = 128) -> DecoderCache:
-        """An empty cache for decoding; `capacity` preallocates, `rollback` bounds `crop`."""
+    def cache(
+        self,
+        capacity: int | None = None,
+        rollback: int = 128,
+        window: int | None = None,
+        sinks: int = 0,
+    ) -> DecoderCache:
+        """An empty cache for decoding; `capacity` preallocates, `rollback` bounds `crop`.
+
+        With a `window`, a token sees fewer than so many tokens back, in every layer, and the `sinks` first.
+        """
         return DecoderCache(
             [
                 LayerCache(
                     self.model.encoding_of(i),
+                    window=window,
+                    sinks=sinks,
                     capacity=capacity,
                     rollback=rollback,
                     kv_shift=block.self_attn.kv_shift,  # type: ignore[union-attr,arg-type]

@@ -39,11 +39,13 @@ class LayerCache(StreamingCache):
         self,
         encoding: Encoding,
         *,
+        window: int | None = None,
+        sinks: int = 0,
         capacity: int | None = None,
         rollback: int = 128,
         kv_shift: KVShift | None = None,
     ) -> None:
-        super().__init__(encoding, capacity=capacity, rollback=rollback)
+        super().__init__(encoding, window=window, sinks=sinks, capacity=capacity, rollback=rollback)
         self.kv_shift = kv_shift
         self.packed = False
         self.layout = Layout()
@@ -59,9 +61,13 @@ class LayerCache(StreamingCache):
         return self._seen(code)
 
     def _seen(self, code: Encoded) -> Seen:
-        held = {name: self.tokens.view(name) for name in self.tokens.storage}
+        count = code.q.shape[2]
+        last = None if self.window is None else self.window + max(count, 1) - 1
+        held = {name: self.tokens.view(name, last) for name in self.tokens.storage}
         traces = {name.removeprefix("bias."): t for name, t in held.items() if name.startswith("bias.")}
         masks: dict[str, Any] = {"documents": held["document"][:, 0]} if self.packed else {}
+        if self.window is not None and count > 1:  # for one query, what is read is the window
+            masks |= {"window": self.window, "sinks": self.sinks}
         if self.ragged:
             masks["key_padding"] = held["padding"][:, 0]
         return Seen(code.q, held["k"], held["v"], code.bias.replaced(traces), masks)

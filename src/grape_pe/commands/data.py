@@ -1,0 +1,153 @@
+"""`grape data`: prepare a dataset of tokens, adopt existing shards, look at one, verify one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+PREPARE_EXAMPLES = """Examples:
+  grape data prepare builtin --tokenizer bpe-2048 --out data/python
+  grape data prepare corpus/ more/*.jsonl --field content --tokenizer path/to/tokenizer.json --out data/mine
+  grape data prepare fineweb-edu-10B --out data/fineweb-edu-10B --workers 16
+Killed or out of disk, the same line continues. What it writes does not depend on --workers."""
+SOURCES = (
+    "builtin (text of the running Python); text, jsonl or parquet files, directories and globs; "
+    "hf:NAME (a Hugging Face dataset, streamed); fineweb-edu-10B, fineweb-edu-100B"
+)
+
+
+def add_parsers(commands: Any) -> None:
+    """Add `data` to the commands of `grape`."""
+    about = "Make and check datasets of tokens."
+    data = commands.add_parser(
+        "data", help="prepare and check datasets", description=about,
+        epilog="Example: grape data prepare builtin --tokenizer bytes --out data/python",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    kinds = data.add_subparsers(title="what to do", metavar="WHAT", required=True)
+    _add_prepare(kinds)
+    _add_adopt(kinds)
+    for name, run, about in (
+        ("info", _info, "Say what a dataset holds."),
+        (
+            "verify",
+            _verify,
+            "Read every shard of a dataset: lengths, hashes, and that tokens are in the vocabulary.",
+        ),
+    ):
+        parser = kinds.add_parser(
+            name, help=about, description=about, epilog=f"Example: grape data {name} data/python"
+        )
+        parser.add_argument("directory", help="a prepared dataset")
+        parser.set_defaults(run=run)
+
+
+def _add_prepare(kinds: Any) -> None:
+    about = "Turn text into shards of tokens with a manifest."
+    parser = kinds.add_parser(
+        "prepare", help=about, description=about, epilog=PREPARE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("source", nargs="+", help=SOURCES)
+    parser.add_argument(
+        "--out", required=True, help="the dataset's directory: new, empty, or to be continued"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="gpt2",
+        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: gpt2)",
+    )
+    parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
+    parser.add_argument("--config", help="configuration of a Hugging Face dataset")
+    parser.add_argument("--split", default="train", help="its split (default: train)")
+    parser.add_argument("--shard-tokens", type=_count, default=10**8, help="tokens a shard (default: 1e8)")
+    parser.add_argument("--max-tokens", type=_count, help="stop after so many, such as 1e9")
+    parser.add_argument(
+        "--validation", type=float, default=0.005, help="share of documents held out (default: 0.005)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
+    )
+    parser.set_defaults(run=_prepare)
+
+
+def _add_adopt(kinds: Any) -> None:
+    about = "Write a manifest beside .bin shards that exist already."
+    parser = kinds.add_parser(
+        "adopt", help=about, description=about, epilog="Example: grape data adopt fineweb/ --tokenizer gpt2"
+    )
+    parser.add_argument("directory", help="where the .bin files are; ..._val_000000.bin is for validation")
+    parser.add_argument(
+        "--tokenizer", default="gpt2", help="that made them: gpt2, bytes or a path (default: gpt2)"
+    )
+    parser.set_defaults(run=_adopt)
+
+
+def _count(text: str) -> int:
+    """A whole number, also as 1e9."""
+    try:
+        whole = int(float(text))
+    except (ValueError, OverflowError):
+        whole = 0
+    if whole < 1 or whole != float(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text}")
+    return whole
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from ..lab.data import open_source, prepare
+
+    source = open_source(options.source, field=options.field, config=options.config, split=options.split)
+    prepare(
+        source,
+        options.out,
+        tokenizer=options.tokenizer,
+        shard_tokens=options.shard_tokens,
+        validation=options.validation,
+        max_tokens=options.max_tokens,
+        workers=options.workers,
+        show_progress=True,
+    )
+    return _show(options.out)
+
+
+def _adopt(options: argparse.Namespace) -> int:
+    from ..lab.data import adopt
+
+    return _show(adopt(options.directory, tokenizer=options.tokenizer))
+
+
+def _info(options: argparse.Namespace) -> int:
+    return _show(options.directory)
+
+
+def _show(directory: str | os.PathLike[str]) -> int:
+    from ..lab.data import open_dataset
+
+    manifest = open_dataset(directory).manifest
+    print(
+        f"{directory}: tokenizer {manifest.tokenizer}, vocabulary {manifest.vocab_size:,}, end {manifest.eos}"
+    )
+    for split in ("train", "val"):
+        shards = len(manifest.of(split))
+        print(
+            f"  {split:5} {manifest.tokens(split):>16,} tokens  {manifest.documents(split):>12,} documents  "
+            f"{shards:>5,} shard{'' if shards == 1 else 's'}"
+        )
+    for name, value in manifest.settings.items():
+        print(f"  {name}: {value}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from ..lab.data import verify
+    from ..lab.errors import LabError
+
+    found = 0
+    for shard, problem in verify(options.directory):
+        print(f"{shard.file}  {problem or 'good'}")
+        found += problem is not None
+    if found:
+        raise LabError(f"{found} bad shard{'' if found == 1 else 's'} in {options.directory}")
+    return 0

@@ -1,0 +1,31 @@
+"""What the parsers of all commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+Commands = Any  # argparse's subparsers action, whose class is private
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: Commands, name: str, run: Run | None, help: str, example: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """A subcommand with its help and an example; without `run` it only groups others."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=description or help[0].upper() + help[1:] + ".",
+        epilog=f"Example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if run is not None:
+        parser.set_defaults(run=run)
+    return parser
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")

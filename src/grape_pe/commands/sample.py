@@ -1,0 +1,50 @@
+"""`grape sample`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..models.extras import require
+from .errors import OK
+from .parsers import Commands, add_command, add_json
+
+
+def add_parsers(commands: Commands) -> None:
+    parser = add_command(
+        commands, "sample", run_sample, "write text with a trained model",
+        'grape sample runs/x --prompt "The import system" --tokens 100',
+    )  # fmt: skip
+    parser.add_argument("checkpoint", help="a run, one of its checkpoints, or a model directory")
+    parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
+    parser.add_argument("--tokens", type=int, default=200, help="at most so many (default: 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="share of the likeliest (default: 0.95)")
+    parser.add_argument("--seed", type=int, default=0)
+    add_json(parser)
+
+
+def run_sample(options: argparse.Namespace) -> int:
+    require("tokenizers", "lab")
+    from ..lab.data import load_tokenizer
+    from ..lab.final import load_model, tokenizer_directory
+    from ..lab.sampling import sample_tokens
+
+    words = load_tokenizer(tokenizer_directory(options.checkpoint))
+    model = load_model(options.checkpoint)
+    prompt = [words.eos, *words.encode(options.prompt)]
+    tokens: list[int] = []
+    shown = ""
+    if not options.json:
+        print(options.prompt, end="", flush=True)
+    for token in sample_tokens(
+        model, prompt, count=options.tokens, temperature=options.temperature,
+        top_p=options.top_p, seed=options.seed, stop=words.eos,
+    ):  # fmt: skip
+        tokens.append(token)
+        text = words.decode(tokens)
+        if not options.json and not text.endswith("�"):  # a character may take several tokens
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(json.dumps({"prompt": options.prompt, "text": words.decode(tokens)}) if options.json else "")
+    return OK

@@ -1,0 +1,135 @@
+"""`grape train` and `grape recipes`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..models.extras import require
+from .errors import OK, CommandError
+from .parsers import Commands, add_command, add_json
+
+if TYPE_CHECKING:
+    from ..lab.config import RunConfig
+
+EXAMPLE = "grape train small --encoding grape-ap --train.steps 500 --train.checkpoint_every 50 --out runs/x"
+
+
+def add_parsers(commands: Commands) -> None:
+    about = (
+        "Train a model. RECIPE is a shipped one (grape recipes) or a YAML file; any of its settings can be\n"
+        "given as --section.name VALUE (--print-config shows them all). Under torchrun, all ranks share it.\n"
+        "Stopped by Ctrl-C or SIGTERM it saves first; the same line with --resume goes on."
+    )
+    parser = add_command(commands, "train", run_train, "train a model", EXAMPLE, about)
+    parser.add_argument("recipe", metavar="RECIPE", help="such as demo, small, paper-medium, or a file")
+    add_settings(parser)
+    parser.add_argument("--out", help="the run's directory (needed to train)")
+    parser.add_argument("--resume", action="store_true", help="continue the run there; from nothing, start")
+    parser.add_argument("--print-config", action="store_true", help="print the settings and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print size, cost and schedule, and stop")
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
+    add_json(parser)
+    listing = add_command(commands, "recipes", run_recipes, "list the recipes", "grape recipes --json")
+    add_json(listing)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Every setting as an option of its dotted name, kept out of the help, which would fill pages."""
+    parser.add_argument("--encoding", dest="model.encoding", default=argparse.SUPPRESS, metavar="NAME",
+                        help="any encoding, or several joined by +")  # fmt: skip
+    parser.add_argument("--kv-shift", dest="model.kv_shift", action="store_true", default=argparse.SUPPRESS,
+                        help="mix each key and value with the previous one")  # fmt: skip
+    try:
+        from ..lab.config import field_names
+    except ImportError:  # told when the command runs
+        return
+    for name in field_names():
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.set_defaults(unknown_settings=field_names())
+
+
+def refuse_unknown(options: argparse.Namespace, left: list[str]) -> None:
+    """Name the nearest setting to one that does not exist."""
+    known = getattr(options, "unknown_settings", [])
+    wrong = left[0].split("=")[0].lstrip("-")
+    near = difflib.get_close_matches(wrong, known, n=1)
+    hint = f"; did you mean --{near[0]}?" if near else "; --help shows what there is"
+    raise CommandError(f"unknown option {left[0].split('=')[0]!r}{hint}")
+
+
+def configured(options: argparse.Namespace) -> RunConfig:
+    """The recipe with the options over it."""
+    require("pydantic", "lab")
+    from ..lab.config import field_names, load
+
+    given = vars(options)
+    return load(options.recipe, {name: given[name] for name in field_names() if name in given})
+
+
+def run_train(options: argparse.Namespace) -> int:
+    config = configured(options)
+    if options.print_config:
+        print(json.dumps(config.model_dump(), indent=2) if options.json else config.to_yaml(), end="")
+        return OK
+    if options.dry_run:
+        return _dry_run(config, options)
+    if not options.out:
+        raise CommandError("give the run's directory with --out, such as --out runs/first")
+    from ..lab.trainer import train
+
+    outcome = train(config, options.out, resume=options.resume, quiet=options.quiet or options.json)
+    return report(outcome, options.json)
+
+
+def report(outcome: Any, as_json: bool) -> int:
+    """Say how a run ended; a signal's number plus 128 is the exit code, as shells have it."""
+    import os
+
+    if int(os.environ.get("RANK", "0")) == 0:
+        if as_json:
+            print(json.dumps({**asdict(outcome), "directory": str(outcome.directory)}))
+        elif outcome.signal:
+            print(f"stopped and saved at step {outcome.step}; go on with --resume")
+        else:
+            loss = (
+                "" if outcome.validation_loss is None else f", validation loss {outcome.validation_loss:.4f}"
+            )
+            print(f"{outcome.step} steps{loss}; the model is in {outcome.directory / 'final'}")
+    return 128 + outcome.signal if outcome.signal else OK
+
+
+def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
+    import os
+
+    from ..lab.estimate import describe, estimate
+    from ..lab.feed import vocabulary
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    size = vocabulary(config)
+    print(
+        json.dumps(asdict(estimate(config, size, ranks))) if options.json else describe(config, size, ranks)
+    )
+    return OK
+
+
+def run_recipes(options: argparse.Namespace) -> int:
+    require("pydantic", "lab")
+    from ..lab.config import load, recipe_names
+
+    recipes = {name: load(name) for name in recipe_names()}
+    if options.json:
+        print(json.dumps({name: config.model_dump() for name, config in recipes.items()}, indent=2))
+        return OK
+    print(
+        f"{'recipe':<14}{'layers':>7}{'width':>7}{'heads':>7}{'sequence':>10}{'batch':>7}{'steps':>8}  data"
+    )
+    for name, c in recipes.items():
+        print(
+            f"{name:<14}{c.model.layers:>7}{c.model.width:>7}{c.model.heads:>7}{c.data.sequence:>10}"
+            f"{c.train.batch:>7}{c.train.steps:>8}  {c.data.source}"
+        )
+    return OK

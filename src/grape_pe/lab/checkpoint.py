@@ -1,0 +1,205 @@
+"""Checkpoints of a run: written in the background, whole or invisible, readable by any number of ranks.
+
+The tensors are safetensors files of torch.distributed.checkpoint, a shard each rank; the rest is JSON.
+A checkpoint is written under a hidden name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from .errors import LabError
+from .world import World
+
+# One process is no accident here. The warning comes from a background thread, beyond catch_warnings.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+STATE = "state.json"
+HIDDEN = ".part-"
+#: a parameter without a gradient has no optimizer state, which is no error
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after `step` optimizer steps."""
+
+    step: int = 0
+    validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+        directory: RUN/checkpoints. keep: newest ones kept; the best one is kept besides.
+    """
+
+    def __init__(self, directory: Path, keep: int, among: World) -> None:
+        self.directory, self.keep, self.world = directory, keep, among
+        self.pending: tuple[Future[Any], Path, Path] | None = None
+
+    def found(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(p for p in self.directory.iterdir() if p.name.startswith("step-") and p.is_dir())
+
+    def clean(self) -> None:
+        """Remove what a killed run left half written."""
+        if self.world.first and self.directory.is_dir():
+            for left in self.directory.glob(f"{HIDDEN}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        self.world.barrier()
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Begin to write; training may go on at once, on copies this does not see."""
+        self.finish()
+        final = self.directory / f"step-{progress.step:08d}"
+        if final.exists():
+            return
+        scratch = self.directory / f"{HIDDEN}{final.name}"
+        self.world.agree(self._prepare(scratch, progress))
+        writing = dcp.async_save(
+            _tensors(*get_state_dict(model, optimizer, options=OPTIONS)),
+            storage_writer=HuggingFaceStorageWriter(str(scratch), save_distributed=True),
+            process_group=self.world.background,
+            no_dist=self.world.size == 1,
+        )
+        self.pending = (_future(writing), scratch, final)
+
+    def _prepare(self, scratch: Path, progress: Progress) -> str | None:
+        """The hidden directory with what is no tensor; the problem if there is one."""
+        if not self.world.first:
+            return None
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            (scratch / STATE).write_text(json.dumps(asdict(progress)))
+        except OSError as problem:
+            return self._unwritable(problem)
+        return None
+
+    def check(self) -> None:
+        """Say early if the background write failed; several ranks learn it together, in `finish`."""
+        if self.world.size == 1 and self.pending is not None and self.pending[0].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the write under way, show it under its name, and drop what is no longer kept."""
+        if self.pending is None:
+            return
+        writing, scratch, final = self.pending
+        self.pending = None
+        self.world.agree(self._reveal(writing, scratch, final))
+
+    def _reveal(self, writing: Future[Any], scratch: Path, final: Path) -> str | None:
+        try:
+            writing.result()
+            if self.world.first:
+                os.replace(scratch, final)
+                self._prune()
+        except Exception as problem:  # the writer wraps what went wrong in errors of its own
+            if self.world.first:
+                shutil.rmtree(scratch, ignore_errors=True)
+            return self._unwritable(problem)
+        return None
+
+    def _unwritable(self, problem: Exception) -> str:
+        last = self.found()
+        kept = f"the last good checkpoint is {last[-1]}" if last else "there is no earlier checkpoint"
+        return f"cannot write a checkpoint to {self.directory}: {_cause(problem)}; {kept}"
+
+    def _prune(self) -> None:
+        found = self.found()
+        best = _best(found)
+        for old in found[: -self.keep]:
+            if old != best:
+                hidden = old.with_name(f"{HIDDEN}{old.name}")  # renamed first: never half there
+                os.replace(old, hidden)
+                shutil.rmtree(hidden, ignore_errors=True)
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """Load the newest checkpoint, whatever number of ranks wrote it; from nothing, start at step 0."""
+        found = self.found()
+        if not found:
+            return Progress()
+        weights, moments = get_state_dict(model, optimizer, options=OPTIONS)
+        tensors = _tensors(weights, moments)
+        _read(tensors, found[-1], self.world.size == 1)
+        moments = {**moments, **_part("optimizer.", tensors)}
+        weights = _part("model.", tensors)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=OPTIONS)
+        return read_progress(found[-1])
+
+
+def _tensors(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights and optimizer state as one flat mapping; the settings of the groups come from the schedule."""
+    named = {f"model.{name}": value for name, value in weights.items()}
+    named |= {f"optimizer.{name}": value for name, value in moments.items()}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
+    try:
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
+    except Exception as problem:
+        raise LabError(
+            f"cannot read the checkpoint {checkpoint}: {_cause(problem)}; "
+            "if it is damaged, remove that directory and the one before it is used"
+        ) from None
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    try:
+        return Progress(**json.loads((checkpoint / STATE).read_text()))
+    except (OSError, TypeError, ValueError) as problem:
+        raise LabError(f"cannot read {checkpoint / STATE}: {problem}") from None
+
+
+def load_weights(model: nn.Module, checkpoint: Path) -> None:
+    """The weights alone, into a model of one process."""
+    tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
+    _read(tensors, checkpoint, alone=True)
+    model.load_state_dict(_part("model.", tensors))
+
+
+def _best(found: list[Path]) -> Path | None:
+    scored = [(loss, path) for path in found if (loss := read_progress(path).validation_loss) is not None]
+    return min(scored)[1] if scored else None
+
+
+def _future(writing: Any) -> Future[Any]:
+    return writing if isinstance(writing, Future) else writing.upload_completion
+
+
+def _cause(problem: BaseException) -> str:
+    """The first line of what really went wrong, below what wrapped it."""
+    inner = list(getattr(problem, "failures", {}).values())
+    if inner:
+        return _cause(inner[0][0])
+    said = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+    return said.strip().splitlines()[0] if said.strip() else type(problem).__name__

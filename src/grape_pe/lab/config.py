@@ -1,0 +1,262 @@
+"""A run is one typed object: a recipe, then a file, then options of the command line, each over the last.
+
+config = load("small", {"model.encoding": "grape-ap", "train.steps": 500})
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..models import DecoderConfig
+from .errors import LabError
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Fields are checked, unknown ones refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The decoder. 0 stands for what follows from the rest."""
+
+    encoding: str = Field("rope", description="a name, or several joined by +")
+    encoding_options: dict[str, Any] = Field({}, description="options of the encoding, as YAML: {period: 64}")
+    kv_shift: bool = Field(False, description="mix each key and value with the previous one")
+    width: Positive = 128
+    layers: Positive = 4
+    heads: Positive = 4
+    kv_heads: Natural = Field(0, description="0: as many as heads")
+    head_dim: Natural = Field(0, description="0: width / heads")
+    hidden: Natural = Field(0, description="features inside the SwiGLU; 0: floor(8/3 width)")
+    vocab_size: Natural = Field(0, description="0: the tokenizer's, rounded up to a multiple of 64")
+    shared_encoding: bool = Field(False, description="one encoding for all layers")
+    qk_norm: bool = True
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    tied: bool = Field(True, description="one matrix for embedding and head")
+
+    def decoder(self, vocab_size: int = 0) -> DecoderConfig:
+        """What the model is built from; `vocab_size` is the data's, used if none is set here."""
+        size = self.vocab_size or -(-vocab_size // 64) * 64
+        try:
+            config = DecoderConfig(**{**self.model_dump(), "vocab_size": size or 64})
+            config.build_encoding()
+        except (TypeError, ValueError) as problem:
+            raise LabError(f"model: {problem}") from None
+        return config
+
+
+class DataSection(Section):
+    """Where tokens come from."""
+
+    source: str = Field(
+        "builtin", description="builtin, a directory made by grape data prepare, or task:NAME"
+    )
+    tokenizer: str = Field("bpe-2048", description="of the built-in corpus: bytes or bpe-N")
+    task_options: dict[str, Any] = Field({}, description="options of the task, as YAML")
+    sequence: Positive = Field(256, description="tokens of a training sequence")
+    documents: bool = Field(False, description="attention stays inside each document")
+
+
+class TrainSection(Section):
+    """The optimisation; defaults are the paper's."""
+
+    steps: Positive = 1000
+    batch: Positive = Field(16, description="sequences of an optimizer step, over all ranks")
+    micro_batch: Natural = Field(0, description="sequences at once on a rank; 0: its whole share")
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    min_lr: NonNegative = 3e-5
+    warmup: Natural = Field(100, description="steps of linear warm-up")
+    schedule: Literal["cosine", "wsd"] = Field("cosine", description="wsd: warm-up, stable, decay")
+    decay: Fraction = Field(0.2, description="share of the steps in which wsd decays")
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    weight_decay: NonNegative = Field(0.01, description="on everything but norms")
+    clip: NonNegative = Field(1.0, description="largest gradient norm; 0: no clipping")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, weights stay float32")
+    compile: bool = Field(False, description="torch.compile")
+    recompute: bool = Field(False, description="activation checkpointing: less memory, a third more time")
+    strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how several ranks share the work")
+    shard: Natural = Field(0, description="ranks a model is sharded over (fsdp); 0: all; fewer: hybrid")
+    eval_every: Natural = Field(100, description="steps between validations; 0: only at checkpoints")
+    eval_sequences: Natural = Field(64, description="sequences of the fixed validation set; 0: all")
+    checkpoint_every: Natural = Field(200, description="steps; 0: only at the end")
+    keep: Positive = Field(2, description="newest checkpoints kept, besides the best")
+
+    @model_validator(mode="after")
+    def _agree(self) -> TrainSection:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr must not exceed lr, got {self.min_lr} and {self.lr}")
+        if self.warmup >= self.steps:
+            raise ValueError(f"warmup must end before the last step, got {self.warmup} of {self.steps}")
+        return self
+
+
+class LogSection(Section):
+    """What is written while training."""
+
+    every: Positive = Field(1, description="steps between lines of metrics.jsonl")
+    tensorboard: bool = True
+    wandb: str = Field("", description="a Weights & Biases project; empty: none")
+
+
+class RunConfig(Section):
+    """Everything a run depends on."""
+
+    name: str = "run"
+    seed: Natural = 0
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    log: LogSection = LogSection()
+
+    @model_validator(mode="after")
+    def _micro_batch_divides(self) -> RunConfig:
+        if self.train.micro_batch and self.train.batch % self.train.micro_batch:
+            raise ValueError(
+                f"train.batch must be a multiple of train.micro_batch, got {self.train.batch} "
+                f"and {self.train.micro_batch}"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        text = yaml.safe_dump(self.model_dump(), sort_keys=False, width=100)
+        assert isinstance(text, str)
+        return text
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch * self.data.sequence
+
+
+#: what may differ when a run is continued: nothing here changes what is learned
+FREE_ON_RESUME = (
+    "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
+    "train.checkpoint_every", "train.keep", "log.every", "log.tensorboard", "log.wandb",
+)  # fmt: skip
+
+
+def recipe_names() -> list[str]:
+    return sorted(item.name.removesuffix(".yaml") for item in _recipes() if item.name.endswith(".yaml"))
+
+
+def _recipes() -> Iterator[Any]:
+    return resources.files("grape_pe.lab").joinpath("recipes").iterdir()
+
+
+def load(recipe: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """A shipped recipe by name, or a YAML file (which may name a recipe as its `base`), with overrides.
+
+    Args:
+        overrides: dotted names to values, such as {"train.steps": 500}; strings are read as YAML.
+    """
+    tree = _tree(str(recipe))
+    for name, value in (overrides or {}).items():
+        tree = merged(tree, _nested(name, value))
+    return validated(tree)
+
+
+def _tree(recipe: str) -> dict[str, Any]:
+    if recipe in recipe_names():
+        text = resources.files("grape_pe.lab").joinpath("recipes", f"{recipe}.yaml").read_text()
+        return _parse(text, recipe)
+    path = Path(recipe)
+    if not path.is_file():
+        near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise LabError(
+            f"no recipe or file {recipe!r}{hint}; there are the recipes {', '.join(recipe_names())}, "
+            "and any YAML file"
+        )
+    tree = _parse(path.read_text(), recipe)
+    base = tree.pop("base", None)
+    return tree if base is None else merged(_tree(str(base)), tree)
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        raise LabError(f"{where} is no YAML: {' '.join(str(problem).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise LabError(f"{where} must hold sections such as train: and model:, got {type(tree).__name__}")
+    return tree
+
+
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `under`, section by section; a mapping that is a value is replaced whole."""
+    out = dict(under)
+    for key, value in over.items():
+        section = key in RunConfig.model_fields and isinstance(out.get(key), dict)
+        out[key] = {**out[key], **value} if section and isinstance(value, dict) else value
+    return out
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    section, _, field = name.partition(".")
+    value = yaml.safe_load(value) if isinstance(value, str) and value.strip().startswith("{") else value
+    return {section: {field: value}} if field else {section: value}
+
+
+def validated(tree: Mapping[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as problem:
+        raise LabError("; ".join(_explain(error) for error in problem.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, field_names(), n=1, cutoff=0.5)
+        return f"unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    said = error["msg"].removeprefix("Value error, ")
+    got = "" if error["type"] == "value_error" else f", got {error['input']!r}"
+    return f"{name}: {said}{got}" if name else said
+
+
+def field_names() -> list[str]:
+    """Every setting by its dotted name."""
+    return [name for name, _ in settings()]
+
+
+def settings() -> Iterator[tuple[str, str]]:
+    """Dotted name and description of every setting."""
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            for inner, each in kind.model_fields.items():
+                yield f"{name}.{inner}", each.description or ""
+        else:
+            yield name, field.description or ""
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Dotted names to values."""
+    tree = config.model_dump()
+    return {name: tree[s][f] if f else tree[s] for name in field_names() for s, _, f in [name.partition(".")]}
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """What must not change when a run is continued but did, as 'name: old -> new'."""
+    before, after = flat(old), flat(new)
+    return [
+        f"{name}: {before[name]!r} -> {after[name]!r}"
+        for name in before
+        if before[name] != after[name] and name not in FREE_ON_RESUME
+    ]

@@ -1,0 +1,132 @@
+"""Batches of a dataset: every row a pure function of (seed, step, row), so nothing has to be saved to resume.
+
+A split is cut into windows of T+1 tokens, one every T tokens of a shard: the last token of a window is the
+target of its last input and the first input of the next window. No window crosses the end of a shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import LabError
+from .dataset import Dataset
+from .permutation import permute
+
+NOT_PREDICTED = -100  # torch's cross-entropy leaves such targets out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of T tokens, what follows each, and optionally which document each token belongs to."""
+
+    tokens: Tensor  # (n, T) int64
+    targets: Tensor  # (n, T) int64, -100 where nothing is to be predicted
+    documents: Tensor | None = None  # (n, T) int64, counted from 0 in each row
+
+
+class Batches(Protocol):
+    """Everything a trainer needs of a source of data. It has no state."""
+
+    vocab_size: int
+    validation_rows: int
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Some rows of the global batch of a step."""
+
+    def validation(self, rows: range) -> Batch:
+        """Some rows of the validation set, the same for every run and seed."""
+
+
+class Windows:
+    """The windows of one split, numbered through its shards."""
+
+    def __init__(self, dataset: Dataset, split: str, sequence: int):
+        self.dataset, self.sequence = dataset, sequence
+        self.shards = dataset.manifest.of(split)
+        each = [max(0, shard.tokens - 1) // sequence for shard in self.shards]
+        self.ends = np.cumsum(each, dtype=np.int64)
+        self.count = int(sum(each))
+        if self.count == 0:
+            longest = max((shard.tokens for shard in self.shards), default=0)
+            raise LabError(
+                f"the {split} split of {dataset.directory} is too short: a sequence of {sequence} needs "
+                f"{sequence + 1} tokens in a shard, the longest has {longest}; use a shorter one or more data"
+            )
+
+    def read(self, number: int) -> npt.NDArray[np.int64]:
+        """The T+1 tokens of a window."""
+        place = int(np.searchsorted(self.ends, number, side="right"))
+        first = int(self.ends[place - 1]) if place else 0
+        return self.dataset.read(self.shards[place], (number - first) * self.sequence, self.sequence + 1)
+
+
+class DatasetBatches:
+    """Batches of a prepared dataset.
+
+    An epoch visits every window of the train split once, in an order drawn from (seed, epoch); the next one
+    begins where it ends, if need be in the middle of a batch.
+
+    Args:
+        sequence: T, the number of inputs in a row. batch: rows in the global batch of a step.
+        documents: also give document ids; then the first token of the next document is not predicted.
+    """
+
+    def __init__(self, dataset: Dataset, sequence: int, batch: int, seed: int = 0, documents: bool = False):
+        if sequence < 1 or batch < 1:
+            raise LabError(f"sequence and batch must be at least 1, got {sequence} and {batch}")
+        self.dataset, self.sequence, self.size = dataset, sequence, batch
+        self.seed, self.documents = seed, documents
+        self.vocab_size = dataset.vocab_size
+        self._train = Windows(dataset, "train", sequence)
+        self._validation = Windows(dataset, "val", sequence)
+        self.validation_rows = self._validation.count
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows until every window has been seen once."""
+        return self._train.count
+
+    def batch(self, step: int, rows: range) -> Batch:
+        _check_rows(rows, self.size, "a batch")
+        if step < 0:
+            raise LabError(f"steps count from 0, got {step}")
+        return self._rows(self._train, self._windows([step * self.size + row for row in rows]))
+
+    def validation(self, rows: range) -> Batch:
+        _check_rows(rows, self.validation_rows, "the validation split")
+        return self._rows(self._validation, list(rows))
+
+    def _windows(self, samples: list[int]) -> list[int]:
+        """Which window each row is; rows are numbered through the run. A call may touch several epochs."""
+        count = self._train.count
+        found: dict[int, int] = {}
+        for epoch in {sample // count for sample in samples}:
+            inside = [sample for sample in samples if sample // count == epoch]
+            places = permute([sample % count for sample in inside], count, self.seed, epoch)
+            found.update(zip(inside, places.tolist(), strict=True))
+        return [found[sample] for sample in samples]
+
+    def _rows(self, windows: Windows, numbers: list[int]) -> Batch:
+        shape = (len(numbers), self.sequence + 1)
+        found = torch.empty(shape, dtype=torch.int64)
+        for row, number in zip(found.numpy(), numbers, strict=True):
+            row[:] = windows.read(number)
+        tokens, targets = found[:, :-1].contiguous(), found[:, 1:].contiguous()
+        if not self.documents:
+            return Batch(tokens, targets)
+        starts = tokens == self.dataset.eos
+        starts[:, 0] = False  # a row begins in its document 0, whether or not that begins here
+        return Batch(
+            tokens, targets.masked_fill(targets == self.dataset.eos, NOT_PREDICTED), starts.cumsum(1)
+        )
+
+
+def _check_rows(rows: range, count: int, what: str) -> None:
+    if rows and (min(rows) < 0 or max(rows) >= count):
+        raise LabError(f"{what} has rows 0 to {count - 1}, got {rows}")

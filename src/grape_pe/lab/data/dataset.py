@@ -1,0 +1,95 @@
+"""A prepared dataset, opened: its shards checked and memory-mapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LabError
+from .files import sha256_of
+from .manifest import Manifest, load_manifest
+from .shards import Shard, Tokens, check_shard, read_shard
+
+OPEN_SHARDS = 256  # each map holds a file descriptor, and 100B tokens are a thousand shards
+VERIFY_TOKENS = 1 << 24
+
+
+class Dataset:
+    """Shards, tokenizer facts and counts of one directory; make it with `open_dataset`."""
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        self.directory, self.manifest = directory, manifest
+        self.vocab_size, self.eos = manifest.vocab_size, manifest.eos
+        self._map = lru_cache(maxsize=OPEN_SHARDS)(read_shard)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{split} {self.tokens(split):,} tokens" for split in ("train", "val"))
+        return f"Dataset({str(self.directory)!r}: {self.manifest.tokenizer}, {counts})"
+
+    def tokens(self, split: str) -> int:
+        return self.manifest.tokens(split)
+
+    def read(self, shard: Shard, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Some tokens of a shard, each checked to be in the vocabulary."""
+        path = self.directory / shard.file
+        found = self._map(path)[start : start + count]
+        check_vocabulary(found, self.vocab_size, path, start)
+        return found.astype(np.int64)
+
+
+def check_vocabulary(tokens: Tokens, vocab_size: int, path: Path, start: int = 0) -> None:
+    if len(tokens) and int(tokens.max()) >= vocab_size:
+        where = int(np.argmax(tokens >= vocab_size))
+        raise LabError(
+            f"shard {path} has token {int(tokens[where])} at position {start + where}, beyond the vocabulary "
+            f"of {vocab_size}; it is damaged or was made with another tokenizer"
+        )
+
+
+def open_dataset(directory: str | os.PathLike[str]) -> Dataset:
+    """Open a prepared dataset; headers and lengths of all shards are checked, hashes by `verify` only."""
+    directory = Path(directory)
+    manifest = load_manifest(directory)
+    for shard in manifest.shards:
+        check_counts(directory, shard)
+    return Dataset(directory, manifest)
+
+
+def check_counts(directory: Path, shard: Shard) -> None:
+    found = check_shard(directory / shard.file)
+    if found != shard.tokens:
+        raise LabError(
+            f"shard {directory / shard.file} holds {found} tokens, the manifest says {shard.tokens}; "
+            "it was replaced: prepare the dataset again"
+        )
+
+
+def verify(directory: str | os.PathLike[str]) -> Iterator[tuple[Shard, str | None]]:
+    """Read every shard whole and yield it with what is wrong with it, or None: length, hash and tokens."""
+    directory = Path(directory)
+    manifest = load_manifest(directory)
+    for shard in manifest.shards:
+        try:
+            _verify_shard(directory, shard, manifest.vocab_size)
+        except LabError as problem:
+            yield shard, str(problem)
+        else:
+            yield shard, None
+
+
+def _verify_shard(directory: Path, shard: Shard, vocab_size: int) -> None:
+    path = directory / shard.file
+    check_counts(directory, shard)
+    tokens = read_shard(path)
+    for start in range(0, len(tokens), VERIFY_TOKENS):
+        check_vocabulary(tokens[start : start + VERIFY_TOKENS], vocab_size, path, start)
+    digest = sha256_of(path)
+    if digest != shard.sha256:
+        raise LabError(
+            f"shard {path} has changed: its sha256 is {digest[:12]}…, the manifest says {shard.sha256[:12]}…"
+        )

@@ -1,0 +1,95 @@
+"""Tokenizing chunks of documents, in order, in this process or in several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import LabError
+from .shards import Tokens
+from .sources import Chunk
+from .tokenizer import TextTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """The tokens of a chunk's documents, one after the other, and where each ends but the last."""
+
+    tokens: Tokens
+    cuts: list[int]
+    cursor: Any
+    fraction: float | None
+
+    def documents(self) -> list[Tokens]:
+        return np.split(self.tokens, self.cuts)
+
+
+def encoded(chunks: Iterable[Chunk], directory: Path, workers: int) -> Generator[EncodedChunk, None, None]:
+    """Each chunk encoded, in the same order whatever the number of workers."""
+    if workers == 1:
+        tokenizer = load_tokenizer(directory)
+        for chunk in chunks:
+            yield _encode(tokenizer, chunk)
+        return
+    # Spawned, not forked: the tokenizers library has threads of its own, which do not survive a fork.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_start, initargs=(str(directory),))
+    try:
+        yield from _in_order(pool, chunks, ahead=2 * workers)
+    except BrokenProcessPool as error:
+        raise LabError(
+            "a worker process ended, perhaps for want of memory; run the same command with fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[Chunk], ahead: int) -> Iterator[EncodedChunk]:
+    waiting: deque[Future[EncodedChunk]] = deque()
+    for chunk in chunks:
+        waiting.append(pool.submit(_work, chunk))
+        if len(waiting) > ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _encode(tokenizer: TextTokenizer, chunk: Chunk) -> EncodedChunk:
+    parts = tokenizer.encode_documents(chunk.texts)
+    ends = np.cumsum([len(part) for part in parts])
+    return EncodedChunk(np.concatenate(parts), ends[:-1].tolist(), chunk.cursor, chunk.fraction)
+
+
+_tokenizer: TextTokenizer  # of this worker process
+
+
+def _start(directory: str) -> None:
+    global _tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and ends us
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _tokenizer = load_tokenizer(directory)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot tell its workers."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _work(chunk: Chunk) -> EncodedChunk:
+    return _encode(_tokenizer, chunk)

@@ -1,0 +1,252 @@
+"""Making a dataset: documents to tokens to shards, resumable after a kill at any moment.
+
+Each split is one stream of tokens, cut into shards. `progress.json` says how far source and streams are; it
+is replaced at once, between two chunks of documents. What was written after it is dropped when continuing,
+so the files come out the same, byte for byte, however often and wherever the preparation was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...models.extras import require
+from ..errors import LabError
+from .corpus import python_name
+from .encoding import EncodedChunk, encoded
+from .files import PART, read_json, write_json, writing
+from .manifest import MANIFEST, PROGRESS, SPLITS, Manifest, load_manifest
+from .progress import Meter, meter
+from .shards import SplitWriter
+from .sources import BuiltinSource, Source
+from .tokenizer import FOLDER, build_tokenizer, load_tokenizer, tokenizer_setting
+
+SHARD_TOKENS = 100_000_000
+VALIDATION = 0.005
+COMMIT_TOKENS = 1 << 23
+LOCK = ".lock"
+
+Writers = dict[str, SplitWriter]
+
+
+@dataclass
+class _Progress:
+    """How far a preparation is: the next document, where the source stands, the state of each stream."""
+
+    settings: dict[str, Any]
+    documents: int = 0
+    cursor: Any = None
+    streams: dict[str, dict[str, Any]] | None = None
+
+    def save(self, directory: Path) -> None:
+        write_json(directory / PROGRESS, vars(self))
+
+
+def prepare(
+    source: Source,
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: str = "gpt2",
+    shard_tokens: int = SHARD_TOKENS,
+    validation: float = VALIDATION,
+    max_tokens: int | None = None,
+    workers: int = 1,
+    show_progress: bool = False,
+    wait: bool = False,
+) -> Path:
+    """Prepare a dataset in `out`, or go on with it, or find it done. Returns the directory.
+
+    Args:
+        tokenizer: gpt2, bytes, bpe-N (trained on the data), a tokenizer.json or a directory with one.
+        shard_tokens: tokens in a shard. max_tokens: stop after the document in which so many are reached.
+        validation: the share of documents held out, chosen by a hash of their number; the first always is.
+        workers: processes that tokenize; the files do not depend on it.
+        wait: if another process prepares this directory, wait for it instead of refusing.
+    """
+    settings = {**source.settings(), "tokenizer": tokenizer_setting(tokenizer), "shard_tokens": shard_tokens}
+    settings |= {"validation": validation, "max_tokens": max_tokens}
+    _check(settings, workers)
+    directory = Path(out).expanduser()
+    if _finished(directory, settings):
+        return directory
+    _check_directory(directory)
+    _look_at_first(source)  # before anything is written
+    with _locked(directory, wait):
+        if not _finished(directory, settings):
+            progress = _begin(directory, settings)
+            if not (directory / FOLDER).is_dir():
+                texts = (text for chunk in source.chunks() for text in chunk.texts)
+                build_tokenizer(tokenizer, texts).save(directory)
+            with meter(show_progress, directory.name) as bar:
+                _run(source, directory, progress, workers, bar)
+        (directory / PROGRESS).unlink(missing_ok=True)
+    return directory
+
+
+def _finished(directory: Path, settings: dict[str, Any]) -> bool:
+    if not (directory / MANIFEST).exists():
+        return False
+    _check_same(load_manifest(directory).settings, settings, directory)
+    return True
+
+
+def builtin(cache_dir: str | os.PathLike[str] | None = None, tokenizer: str = "bpe-2048") -> Path:
+    """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data)."""
+    root = cache_dir or os.environ.get("GRAPE_DATA") or Path.home() / ".cache/grape-pe/data"
+    named = tokenizer_setting(tokenizer).replace(" (sha256 ", "-").strip(")").replace("/", "-")
+    directory = Path(root).expanduser() / f"builtin-{named}-{python_name()}"
+    if (directory / MANIFEST).exists():
+        return directory
+    return prepare(BuiltinSource(), directory, tokenizer=tokenizer, validation=0.03, wait=True)
+
+
+def _check(settings: dict[str, Any], workers: int) -> None:
+    if settings["shard_tokens"] < 1 or workers < 1 or (settings["max_tokens"] or 1) < 1:
+        raise LabError("shard tokens, maximum of tokens and workers must be at least 1")
+    if settings["shard_tokens"] >= 1 << 31:
+        raise LabError(f"a shard counts its tokens in 31 bits, got {settings['shard_tokens']}")
+    if not 0 < settings["validation"] < 1:
+        raise LabError(
+            f"the share held out for validation must be between 0 and 1, got {settings['validation']}"
+        )
+
+
+def _look_at_first(source: Source) -> None:
+    if next(source.chunks(), None) is None:
+        raise LabError("the source has no text: every document is empty")
+
+
+def _check_directory(directory: Path) -> None:
+    """Refuse a directory with anything in it that is not ours."""
+    if directory.exists() and not directory.is_dir():
+        raise LabError(f"{directory} is a file; a dataset needs a directory")
+    if not directory.is_dir() or (directory / PROGRESS).exists() or (directory / MANIFEST).exists():
+        return
+    others = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, PROGRESS + PART))
+    if others:
+        raise LabError(
+            f"{directory} holds {others[0]} and is no dataset; choose an empty or new directory with --out"
+        )
+
+
+@contextmanager
+def _locked(directory: Path, wait: bool) -> Iterator[None]:
+    """One preparation at a time; the system releases the lock when its process ends, however it ends."""
+    library = require("filelock", "lab")
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = library.FileLock(directory / LOCK, timeout=-1 if wait else 0)
+        try:
+            lock.acquire()
+        except library.Timeout:  # an OSError too, so it must not reach `writing`
+            raise LabError(
+                f"another process is preparing {directory}; wait for it, or choose another --out"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _begin(directory: Path, settings: dict[str, Any]) -> _Progress:
+    """The progress to go on from; where nothing is done yet, the settings may still change."""
+    try:
+        found = _Progress(**read_json(directory / PROGRESS))
+    except FileNotFoundError:
+        found = _Progress(settings)
+    except TypeError as error:
+        raise LabError(
+            f"{directory / PROGRESS} is damaged ({error}); delete {directory} to start again"
+        ) from error
+    if found.documents:
+        _check_same(found.settings, settings, directory)
+    elif found.settings != settings:
+        shutil.rmtree(directory / FOLDER, ignore_errors=True)
+    if not found.documents:
+        found = _Progress(settings)
+        found.save(directory)
+    for stale in directory.glob(".part-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    return found
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if names:
+        said = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+        raise LabError(
+            f"{directory} was prepared with other settings ({said}); use those, or choose another --out"
+        )
+
+
+def _run(source: Source, directory: Path, progress: _Progress, workers: int, bar: Meter) -> None:
+    """Tokenize what is left of the source, then write the manifest."""
+    tokenizer = load_tokenizer(directory)
+    with _writers(directory, progress) as writers:
+        with closing(encoded(source.chunks(progress.cursor), directory, workers)) as chunks:
+            _write_all(chunks, writers, progress, directory, tokenizer.eos, bar)
+        shards = [shard for split in SPLITS for shard in writers[split].finish()]
+    if {shard.split for shard in shards} != set(SPLITS):
+        raise LabError("the source has too few documents: one is held out for validation, one is to train on")
+    name = progress.settings["tokenizer"]
+    Manifest(name, tokenizer.vocab_size, tokenizer.eos, progress.settings, tuple(shards)).save(directory)
+
+
+@contextmanager
+def _writers(directory: Path, progress: _Progress) -> Iterator[Writers]:
+    size, streams = progress.settings["shard_tokens"], progress.streams or {}
+    writers = {split: SplitWriter(directory, split, size, streams.get(split)) for split in SPLITS}
+    try:
+        yield writers
+    finally:
+        for writer in writers.values():
+            writer.abandon()
+
+
+def _write_all(
+    chunks: Iterable[EncodedChunk],
+    writers: Writers,
+    progress: _Progress,
+    directory: Path,
+    eos: int,
+    bar: Meter,
+) -> None:
+    committed = _total(writers)
+    for chunk in chunks:
+        more = _write(chunk, writers, progress, eos)
+        bar.update(_total(writers), progress.documents, chunk.fraction)
+        if not more:
+            return
+        if _total(writers) - committed >= COMMIT_TOKENS:
+            committed = _total(writers)
+            progress.cursor = chunk.cursor
+            progress.streams = {split: writer.state() for split, writer in writers.items()}
+            progress.save(directory)
+
+
+def _write(chunk: EncodedChunk, writers: Writers, progress: _Progress, eos: int) -> bool:
+    """Add a chunk's documents to their streams; False once there are enough tokens."""
+    most = progress.settings["max_tokens"]
+    for document in chunk.documents():
+        split = "val" if _held_out(progress.documents, progress.settings["validation"]) else "train"
+        writers[split].append(document, eos)
+        progress.documents += 1
+        if most is not None and _total(writers) >= most:
+            return False
+    return True
+
+
+def _total(writers: Writers) -> int:
+    return sum(writer.total_tokens for writer in writers.values())
+
+
+def _held_out(number: int, share: float) -> bool:
+    """By a hash of the document's number: independent of workers, chunks and interruptions."""
+    digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
+    return number == 0 or int.from_bytes(digest, "little") < share * 2**64

@@ -1,0 +1,187 @@
+"""The shard format: 256 int32 of header (magic, version, number of tokens), then uint16 tokens.
+
+It is the format in which FineWeb-Edu is published pre-tokenised. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LabError
+from .files import PART, sha256_of, writing
+
+MAGIC, VERSION = 20240520, 1
+HEADER_BYTES = 256 * 4
+MAX_VOCAB = 1 << 16
+
+Tokens = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the manifest says of one shard."""
+
+    file: str
+    split: str
+    tokens: int
+    documents: int
+    sha256: str
+
+
+def header(tokens: int) -> bytes:
+    numbers = np.zeros(256, dtype="<i4")
+    numbers[:3] = MAGIC, VERSION, tokens
+    return numbers.tobytes()
+
+
+def write_shard(path: str | os.PathLike[str], tokens: Tokens) -> None:
+    """Write one shard, whole or not at all."""
+    path = Path(path)
+    scratch = path.with_name(path.name + PART)
+    with writing(path):
+        with open(scratch, "wb") as file:
+            file.write(header(len(tokens)) + np.ascontiguousarray(tokens, dtype="<u2").tobytes())
+            _flush(file)
+        os.replace(scratch, path)
+
+
+def check_shard(path: Path) -> int:
+    """The number of tokens in a shard, after looking at its magic, version and length: no token is read."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise LabError(f"cannot read shard {path}: {error.strerror or error}") from error
+    if len(start) < HEADER_BYTES:
+        raise LabError(
+            f"shard {path} is truncated: its header takes {HEADER_BYTES} bytes, the file has {size}"
+        )
+    magic, version, tokens = (int(number) for number in np.frombuffer(start, dtype="<i4")[:3])
+    if magic != MAGIC:
+        raise LabError(f"{path} is not a token shard: its magic number must be {MAGIC}, got {magic}")
+    if version != VERSION:
+        raise LabError(f"shard {path} has version {version}; this library reads version {VERSION}")
+    expected = HEADER_BYTES + 2 * tokens
+    if size != expected:
+        fault = "is truncated" if size < expected else "is too long"
+        raise LabError(
+            f"shard {path} {fault}: expected {expected} bytes for {tokens} tokens, got {size}; "
+            "copy or prepare it again"
+        )
+    return tokens
+
+
+def read_shard(path: str | os.PathLike[str]) -> Tokens:
+    """The tokens of a shard, memory-mapped."""
+    path = Path(path)
+    tokens = check_shard(path)
+    if tokens == 0:
+        return np.zeros(0, dtype=np.uint16)
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(tokens,))
+
+
+class SplitWriter:
+    """Writes one split's stream of tokens as shards of exactly `shard_tokens`, the last one shorter.
+
+    The open shard is `NAME.bin.part`. `state` says where the stream is; given back to a new writer after a
+    crash, whatever was written since is dropped and the same bytes follow.
+    """
+
+    def __init__(self, directory: Path, split: str, shard_tokens: int, state: dict[str, Any] | None = None):
+        self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
+        self.finished = [Shard(**entry) for entry in (state or {}).get("finished", [])]
+        self.tokens: int = (state or {}).get("tokens", 0)
+        self.documents: int = (state or {}).get("documents", 0)
+        self.total_tokens = self.tokens + sum(shard.tokens for shard in self.finished)
+        self._drop_later_files()
+        with writing(self._part):
+            self._file = self._reopen()
+
+    @property
+    def _path(self) -> Path:
+        return self.directory / f"{self.split}_{len(self.finished):06d}.bin"
+
+    @property
+    def _part(self) -> Path:
+        return self._path.with_name(self._path.name + PART)
+
+    def _drop_later_files(self) -> None:
+        """Remove shards begun after the state was saved; the open one may already bear its final name."""
+        kept = {shard.file for shard in self.finished}
+        if self._path.exists():
+            os.replace(self._path, self._part)
+        for path in self.directory.glob(f"{self.split}_*.bin*"):
+            if path.name not in kept and path != self._part:
+                path.unlink()
+
+    def _reopen(self) -> BinaryIO:
+        length = HEADER_BYTES + 2 * self.tokens
+        if self.tokens and (not self._part.exists() or self._part.stat().st_size < length):
+            raise LabError(
+                f"{self._part} is shorter than {self.directory} noted; delete that directory and start again"
+            )
+        file = open(self._part, "r+b" if self._part.exists() else "w+b")  # noqa: SIM115 - kept open
+        file.truncate(length)  # a new file becomes an empty header
+        file.seek(length)
+        return file
+
+    def append(self, document: Tokens, eos: int) -> None:
+        """Add a document, which starts with eos; it goes on in the next shard where this one ends."""
+        while len(document):
+            room = self.shard_tokens - self.tokens
+            now, document = document[:room], document[room:]
+            with writing(self._part):
+                self._file.write(now.astype("<u2", copy=False).tobytes())
+            self.tokens += len(now)
+            self.total_tokens += len(now)
+            self.documents += int(np.count_nonzero(now == eos))
+            if self.tokens == self.shard_tokens:
+                self._finish_shard()
+                with writing(self._part):
+                    self._file = self._reopen()
+
+    def _finish_shard(self) -> None:
+        with writing(self._path):
+            self._file.seek(0)
+            self._file.write(header(self.tokens))
+            _flush(self._file)
+            self._file.close()
+            digest = sha256_of(self._part)
+            os.replace(self._part, self._path)
+        self.finished.append(Shard(self._path.name, self.split, self.tokens, self.documents, digest))
+        self.tokens = self.documents = 0
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream is, after making sure that all of it is on the disk."""
+        with writing(self._part):
+            _flush(self._file)
+        finished = [asdict(shard) for shard in self.finished]
+        return {"finished": finished, "tokens": self.tokens, "documents": self.documents}
+
+    def finish(self) -> list[Shard]:
+        """Close the last shard; an empty one leaves no file."""
+        if self.tokens:
+            self._finish_shard()
+        else:
+            self.abandon()
+            self._part.unlink(missing_ok=True)
+        return self.finished
+
+    def abandon(self) -> None:
+        """Close the file as it is; a new writer with the saved state goes on from it."""
+        try:
+            self._file.close()
+        except OSError:  # a full disk may refuse the last buffered bytes: the state does not count them
+            return
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,217 @@
+"""Where documents come from: the running Python, files, or a Hugging Face dataset.
+
+A source gives its documents in a fixed order and can go on from a cursor, a small JSON value.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...models.extras import require
+from ..errors import LabError
+from .corpus import python_documents, python_name
+from .readers import KINDS, Reader, reader_of
+
+CHUNK_CHARACTERS = 1 << 20
+
+FINEWEB = "HuggingFaceFW/fineweb-edu"
+NAMED = {"fineweb-edu-10B": (FINEWEB, "sample-10BT"), "fineweb-edu-100B": (FINEWEB, "sample-100BT")}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some documents, where the source stands after them, and how much of it that is, if known."""
+
+    texts: list[str]
+    cursor: Any
+    fraction: float | None
+
+
+class Source(ABC):
+    """Documents in order. One iteration at a time: `cursor` and `fraction` speak of the latest one."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What decides the documents; preparing may only go on while it is unchanged."""
+
+    @abstractmethod
+    def documents(self, cursor: Any = None) -> Iterator[str]:
+        """All documents, or those after a cursor."""
+
+    @abstractmethod
+    def cursor(self) -> Any:
+        """Where the iteration stands, as JSON."""
+
+    def fraction(self) -> float | None:
+        """How much has been read, from 0 to 1, if that is known."""
+        return None
+
+    def chunks(self, cursor: Any = None) -> Iterator[Chunk]:
+        """The documents that are not empty, about a million characters at a time."""
+        texts, held = [], 0
+        for text in self.documents(cursor):
+            if not text.strip():
+                continue
+            texts.append(_valid(text))
+            held += len(text)
+            if held >= CHUNK_CHARACTERS:
+                yield Chunk(texts, self.cursor(), self.fraction())
+                texts, held = [], 0
+        if texts:
+            yield Chunk(texts, self.cursor(), self.fraction())
+
+
+def _valid(text: str) -> str:
+    """JSON can hold halves of surrogate pairs, which no encoding of text can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
+
+
+class BuiltinSource(Source):
+    """The running Python's own text."""
+
+    def __init__(self) -> None:
+        self._all = python_documents()
+        self._next = 0
+
+    def settings(self) -> dict[str, Any]:
+        return {"source": "builtin", "python": python_name()}
+
+    def documents(self, cursor: Any = None) -> Iterator[str]:
+        for number in range(cursor or 0, len(self._all)):
+            self._next = number + 1
+            yield self._all[number]
+
+    def cursor(self) -> Any:
+        return self._next
+
+    def fraction(self) -> float | None:
+        return self._next / len(self._all)
+
+
+class FileSource(Source):
+    """Text, jsonl and parquet files, one after the other."""
+
+    def __init__(self, paths: Sequence[Path], field: str = "text"):
+        self.paths, self.field = list(paths), field
+        self._file, self._reader = 0, Reader()
+
+    def settings(self) -> dict[str, Any]:
+        sizes = [(path.name, path.stat().st_size) for path in self.paths]
+        digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
+        counts = f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes"
+        return {"source": "files", "files": f"{counts}, names and sizes {digest}", "field": self.field}
+
+    def documents(self, cursor: Any = None) -> Iterator[str]:
+        first, item = cursor or (0, 0)
+        for number in range(first, len(self.paths)):
+            path = self.paths[number]
+            self._file, self._reader = number, reader_of(path)
+            try:
+                yield from self._reader.read(path, self.field, item)
+            except OSError as error:
+                raise LabError(f"cannot read {path}: {error.strerror or error}") from error
+            item = 0
+
+    def cursor(self) -> Any:
+        return [self._file, self._reader.item]
+
+    def fraction(self) -> float | None:
+        return (self._file + self._reader.fraction) / len(self.paths)
+
+
+class HubSource(Source):
+    """A Hugging Face dataset, streamed: by its name on the Hub, or a local directory `datasets` can load."""
+
+    def __init__(self, name: str, config: str | None = None, split: str = "train", field: str = "text"):
+        self.name, self.config, self.split, self.field = name, config, split, field
+        self._stream: Any = None
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "source": f"hf:{self.name}",
+            "config": self.config,
+            "split": self.split,
+            "field": self.field,
+        }
+
+    def documents(self, cursor: Any = None) -> Iterator[str]:
+        load = require("datasets", "lab").load_dataset
+        try:
+            self._stream = load(self.name, self.config, split=self.split, streaming=True)
+            if cursor is not None:
+                self._stream.load_state_dict(cursor)
+            for row in self._stream:
+                yield self._text(row)
+        except (LabError, ImportError, GeneratorExit):
+            raise
+        except (
+            Exception
+        ) as error:  # its many kinds: no network, no such dataset, config, split, a broken file
+            raise LabError(self._trouble(error)) from error
+
+    def _text(self, row: dict[str, Any]) -> str:
+        text = row.get(self.field)
+        if not isinstance(text, str):
+            raise LabError(
+                f"dataset {self.name} has no text in field {self.field!r}; its fields are {', '.join(row)}: "
+                "choose one with --field"
+            )
+        return text
+
+    def _trouble(self, error: Exception) -> str:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return (
+            f"cannot read dataset {self.name!r} (config {self.config}, split {self.split}): {lines[0]}; "
+            "check the names and the network and run the same command again, or give local files"
+        )
+
+    def cursor(self) -> Any:
+        return self._stream.state_dict()
+
+
+def open_source(
+    names: str | Sequence[str], *, field: str = "text", config: str | None = None, split: str = "train"
+) -> Source:
+    """The source a user names: builtin, fineweb-edu-10B, hf:NAME, or files, directories and globs."""
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise LabError("no source given; try builtin, a file, or hf:NAME")
+    if len(names) == 1:
+        if names[0] == "builtin":
+            return BuiltinSource()
+        if names[0] in NAMED:
+            name, sample = NAMED[names[0]]
+            return HubSource(name, sample, split, field)
+        if names[0].startswith("hf:"):
+            return HubSource(names[0].removeprefix("hf:"), config, split, field)
+    return FileSource([path for name in names for path in _files(name)], field)
+
+
+def _files(name: str) -> list[Path]:
+    """The files a path, directory or glob stands for, in the order of their names."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        found = [path]
+    elif path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.suffix in KINDS and p.is_file())
+        if not found and any(path.glob("*.bin")):
+            raise LabError(f"{name} holds .bin shards already; use: grape data adopt {name} --tokenizer gpt2")
+    else:
+        found = sorted(Path(p) for p in glob.glob(os.fspath(path), recursive=True) if Path(p).is_file())
+    if not found:
+        raise LabError(
+            f"no source {name!r}: it is neither builtin, {', '.join(NAMED)}, hf:NAME, nor a file, a glob "
+            f"or a directory with files in {' '.join(KINDS)}"
+        )
+    return found

@@ -1,0 +1,107 @@
+"""A figure as plain data: plotly traces and layout, drawn by the page's script.
+
+Python builds no plotly objects: a trace is a dict of plotly.js, colours are CSS variables, and the script
+adds fonts, grids and grounds that fit the theme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .results import Arm, Curve
+from .style import Style
+
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """One state of a figure; with several, the reader chooses (a layer, a head)."""
+
+    label: str
+    data: Sequence[Trace]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What the page shows: a title, a drawing, and a caption that says what to look at."""
+
+    key: str
+    title: str
+    caption: str
+    views: Sequence[View]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    height: int = 340
+    choose: str = "Show"
+
+    @property
+    def empty(self) -> bool:
+        return not any(view.data for view in self.views)
+
+    def payload(self) -> dict[str, Any]:
+        """What the script reads."""
+        views = [{"label": view.label, "data": list(view.data)} for view in self.views]
+        return {"views": views, "layout": dict(self.layout), "title": self.title}
+
+
+def one_view(data: Iterable[Trace]) -> tuple[View, ...]:
+    return (View("", list(data)),)
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
+
+
+def short(value: float) -> float:
+    """Six digits: what a figure can show, a third of the bytes."""
+    return float(f"{value:.6g}")
+
+
+def over_seeds(curves: Iterable[Curve]) -> dict[float, list[float]]:
+    """x to the values of all seeds that have it, in order of x."""
+    out: dict[float, list[float]] = {}
+    for curve in curves:
+        for x, y in curve.items():
+            out.setdefault(x, []).append(y)
+    return dict(sorted(out.items()))
+
+
+def mean_and_band(arm: Arm, style: Style, curves: Iterable[Curve], markers: bool = False) -> list[Trace]:
+    """The mean over seeds as a line; behind it the range from the lowest to the highest seed."""
+    points = over_seeds(curves)
+    if not points:
+        return []
+    x = [short(v) for v in points]
+    mean = [short(sum(ys) / len(ys)) for ys in points.values()]
+    line: Trace = {
+        "type": "scatter",
+        "mode": "lines+markers" if markers else "lines",
+        "x": x,
+        "y": mean,
+        "name": arm.label,
+        "meta": {"arm": arm.label},
+        "line": {"color": style.color, "dash": style.dash, "width": 2},
+        "marker": {"color": style.color, "symbol": style.symbol, "size": 7},
+        "hovertemplate": "%{y:.4f}",
+    }
+    if all(len(ys) == 1 for ys in points.values()):
+        return [line]
+    low, high = ([short(f(ys)) for ys in points.values()] for f in (min, max))
+    band: Trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": x + x[::-1],
+        "y": high + low[::-1],
+        "fill": "toself",
+        "fillcolor": style.faint(0.16),
+        "line": {"width": 0, "color": style.faint(0)},
+        "hoverinfo": "skip",
+        "meta": {"arm": arm.label},
+    }
+    return [band, line]
+
+
+def heatmap(z: Sequence[Sequence[float | None]], x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+    return {"type": "heatmap", "z": z, "x": x, "y": y, "xgap": 1, "ygap": 1, "hoverongaps": False, **more}

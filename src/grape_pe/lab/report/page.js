@@ -1,0 +1,112 @@
+"use strict";
+// Draws the figures of the page: colours come from the style sheet, so that they follow light and dark.
+(() => {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const plots = [...document.querySelectorAll(".plot")];
+  const hidden = new Set();
+  const chosen = new Map();
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const coarse = window.matchMedia("(pointer: coarse)");
+
+  const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // "var(--arm-3)@0.2" is that colour with an opacity.
+  function color(text) {
+    const [, name, opacity] = text.match(/^var\((--[\w-]+)\)(?:@([\d.]+))?$/);
+    const hex = variable(name);
+    if (opacity === undefined) return hex;
+    const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+    return `rgba(${r},${g},${b},${opacity})`;
+  }
+
+  function resolved(value) {
+    if (typeof value === "string") return value.startsWith("var(--") ? color(value) : value;
+    if (Array.isArray(value)) return value.map(resolved);
+    if (value && typeof value === "object")
+      return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, resolved(v)]));
+    return value;
+  }
+
+  function themed(layout) {
+    const ink = variable("--ink"), muted = variable("--muted"), grid = variable("--grid");
+    const axis = {
+      gridcolor: grid, linecolor: variable("--rule"), zeroline: false, automargin: true,
+      tickfont: { color: muted, size: 11 }, fixedrange: coarse.matches,
+    };
+    const title = { font: { color: muted, size: 12 }, standoff: 8 };
+    const out = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
+      font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 },
+      margin: { l: 10, r: 14, t: 8, b: 10 }, dragmode: coarse.matches ? false : "zoom",
+      hoverlabel: { bgcolor: variable("--raised"), bordercolor: variable("--rule"), font: { color: ink } },
+      ...layout,
+    };
+    for (const name of ["xaxis", "yaxis"]) {
+      const own = layout[name] || {};
+      out[name] = { ...axis, ...own, tickfont: { ...axis.tickfont, ...own.tickfont } };
+      if (own.title) out[name].title = { ...title, ...own.title };
+      if (own.type === "log" && !own.tickvals) Object.assign(out[name], { dtick: 1, exponentformat: "power" });
+    }
+    return out;
+  }
+
+  function draw(plot) {
+    const figure = figures[plot.dataset.figure];
+    const view = figure.views[chosen.get(plot) || 0];
+    const data = resolved(view.data).map((trace) =>
+      ({ ...trace, visible: !(trace.meta && hidden.has(trace.meta.arm)) }));
+    for (const trace of data) {
+      if (trace.colorbar) trace.colorbar.tickfont = { color: variable("--muted"), size: 10 };
+    }
+    plot.dataset.drawn = "yes";
+    return Plotly.react(plot, data, themed(resolved(figure.layout)), { displayModeBar: false, responsive: true });
+  }
+
+  const redraw = () => plots.filter((plot) => plot.dataset.drawn).forEach(draw);
+  const drawAll = () => plots.filter((plot) => !plot.dataset.drawn && plot.offsetParent).forEach(draw);
+
+  // Figures are drawn when they come near the screen: a page of a hundred opens at once.
+  const watcher = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      watcher.unobserve(target);
+      draw(target);
+    }
+  }, { rootMargin: "300px" });
+  plots.forEach((plot) => watcher.observe(plot));
+  window.addEventListener("beforeprint", drawAll);
+  dark.addEventListener("change", redraw);
+
+  document.querySelectorAll(".choose select").forEach((select) =>
+    select.addEventListener("change", () => {
+      const plot = select.closest("figure").querySelector(".plot");
+      chosen.set(plot, Number(select.value));
+      draw(plot);
+    }));
+
+  document.querySelectorAll(".chip").forEach((chip) =>
+    chip.addEventListener("click", () => {
+      const arm = chip.dataset.arm;
+      const shown = hidden.delete(arm);
+      if (!shown) hidden.add(arm);
+      chip.setAttribute("aria-pressed", String(shown));
+      redraw();
+    }));
+
+  document.querySelectorAll("thead button").forEach((button) =>
+    button.addEventListener("click", () => sortBy(button)));
+
+  function sortBy(button) {
+    const head = button.closest("th"), table = button.closest("table"), body = table.tBodies[0];
+    const column = [...head.parentNode.children].indexOf(head);
+    const up = head.getAttribute("aria-sort") !== "ascending";
+    const value = (row) => {
+      const said = row.children[column].dataset.value;
+      return said === "" ? Infinity * (up ? 1 : -1) : Number.isNaN(Number(said)) ? said : Number(said);
+    };
+    const order = (a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (up ? 1 : -1);
+    body.append(...[...body.rows].sort(order));
+    for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", up ? "ascending" : "descending");
+  }
+})();

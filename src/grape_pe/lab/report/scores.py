@@ -1,0 +1,210 @@
+"""Figures of scores: the ranking with its intervals, tasks, speed and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from .figure import Figure, Trace, axis, heatmap, one_view, short
+from .ranking import Row, ranking
+from .results import Arm, LanguageRun, Results, TaskScore
+from .style import Style
+
+Looks = Mapping[str, Style]
+SCORE_SCALE = [[0.0, "var(--score-0)"], [0.5, "var(--score-1)"], [1.0, "var(--score-2)"]]
+ROW_HEIGHT = 26
+
+
+def ranking_figure(results: Results, looks: Looks) -> Figure:
+    """Validation losses as points: each seed, the mean, and its interval."""
+    rows = [row for row in ranking(results) if row.val_loss is not None][::-1]
+    data = [trace for row in rows for trace in _ranked(row, looks[row.label])]
+    several = any(row.val_loss and row.val_loss.count > 1 for row in rows)
+    bars = (
+        " The bar is the 95% interval of the mean; where bars overlap widely, the order may be luck."
+        if several
+        else " One seed each, so there is no interval: the order may be luck."
+    )
+    return Figure(
+        "ranking",
+        "Validation loss",
+        f"Left is better. Small marks are seeds, the large one their mean.{bars}",
+        one_view(data),
+        {
+            "xaxis": axis("loss (nats a token)", **_span(rows)),
+            "yaxis": {"type": "category", "categoryarray": [row.label for row in rows], "showgrid": True},
+        },
+        height=70 + ROW_HEIGHT * max(len(rows), 2),
+    )
+
+
+def _span(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """All seeds in the frame; wide intervals may leave it."""
+    losses = [loss for row in rows for loss in row.losses.values()]
+    if not losses:
+        return {}
+    low, high = min(losses), max(losses)
+    margin = 0.35 * (high - low) or 0.01 * abs(high) or 1.0
+    return {"range": [low - margin, high + margin]}
+
+
+def _ranked(row: Row, style: Style) -> list[Trace]:
+    summary = row.val_loss
+    assert summary is not None
+    seeds = list(row.losses.values())
+    look = {"color": style.color, "symbol": style.symbol}
+    mean: Trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [short(summary.mean)],
+        "y": [row.label],
+        "name": row.label,
+        "meta": {"arm": row.label},
+        "marker": {**look, "size": 11},
+        "hovertemplate": "%{x:.4f}<extra>%{y}: mean</extra>",
+    }
+    if summary.low is None or summary.high is None:
+        return [mean]
+    mean["error_x"] = {
+        "type": "data", "symmetric": True, "array": [short(summary.high - summary.mean)], "color": style.color,
+        "thickness": 1.5, "width": 4,
+    }  # fmt: skip
+    each: Trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [short(loss) for loss in seeds],
+        "y": [row.label] * len(seeds),
+        "meta": {"arm": row.label},
+        "marker": {"symbol": "line-ns", "size": 9, "line": {"color": style.color, "width": 1.5}},
+        "hovertemplate": "%{x:.4f}<extra>%{y}: a seed</extra>",
+    }
+    return [each, mean]
+
+
+def cost_figures(results: Results, looks: Looks) -> list[Figure]:
+    """Speed and memory, as bars in the order of the ranking."""
+    speed = _bars(
+        results, looks, "speed", "Training speed", lambda run: run.tokens_per_second, 1.0,
+        "tokens a second", "Right is better. Measured while training, on the machine named at the end.",
+    )  # fmt: skip
+    memory = _bars(
+        results, looks, "memory", "Peak memory", lambda run: run.peak_memory_bytes, 2.0**20,
+        "MB", "Left is better. The largest memory of the process while training and evaluating.",
+    )  # fmt: skip
+    return [figure for figure in (speed, memory) if not figure.empty]
+
+
+def _bars(
+    results: Results, looks: Looks, key: str, title: str, of: Callable[[LanguageRun], float | None],
+    unit: float, label: str, caption: str,
+) -> Figure:  # fmt: skip
+    arms = {arm.label: arm for arm in results.arms}
+    order = [arms[row.label] for row in ranking(results)][::-1]
+    data = [trace for arm in order for trace in _bar(arm, looks[arm.label], of, unit)]
+    return Figure(
+        key,
+        title,
+        f"{caption} Bars are means, thin lines run from the lowest to the highest seed.",
+        one_view(data),
+        {"xaxis": axis(label, rangemode="tozero"), "yaxis": {"type": "category", "showgrid": False}},
+        height=70 + ROW_HEIGHT * max(len(data), 2),
+    )
+
+
+def _bar(arm: Arm, style: Style, of: Callable[[LanguageRun], float | None], unit: float) -> list[Trace]:
+    values = [value / unit for value in arm.values(of).values()]
+    if not values:
+        return []
+    mean = sum(values) / len(values)
+    spread = {
+        "type": "data",
+        "symmetric": False,
+        "array": [max(values) - mean],
+        "arrayminus": [mean - min(values)],
+    }
+    return [
+        {
+            "type": "bar", "orientation": "h", "x": [short(mean)], "y": [arm.label], "name": arm.label,
+            "meta": {"arm": arm.label}, "marker": {"color": style.color},
+            "error_x": {**spread, "color": "var(--ink)", "thickness": 1, "width": 3},
+            "text": [f"{mean:,.0f}"], "textposition": "auto", "insidetextanchor": "start",
+            "hovertemplate": "%{x:,.0f}<extra>%{y}</extra>",
+        }
+    ]  # fmt: skip
+
+
+def task_figures(results: Results) -> list[Figure]:
+    """One heatmap a task: encodings down, lengths across; tasks with a depth get one for each encoding too."""
+    out = []
+    for task in results.tasks:
+        overview = _task_figure(results, task)
+        out += [overview] if overview is not None else []
+        out += _depth_figures(results, task)
+    return out
+
+
+def _task_figure(results: Results, task: str) -> Figure | None:
+    scored = [arm for arm in results.arms if any(s.task == task for s in arm.scores)]
+    columns = sorted({(s.split, s.length) for arm in scored for s in arm.scores if s.task == task})
+    if not columns:
+        return None
+    splits = list(dict.fromkeys(split for split, _ in columns))
+    names = [f"{length}" if len(splits) == 1 else f"{split} {length}" for split, length in columns]
+    order = sorted(scored, key=lambda arm: _mean_exact(arm, task) or 0.0)
+    z = [[_mean_exact(arm, task, column) for column in columns] for arm in order]
+    return Figure(
+        f"task-{task}",
+        task,
+        "Share of samples solved exactly, mean over seeds; columns are lengths. The best encoding on average is on "
+        "top. Look to the right, where texts are longer than in training.",
+        one_view([_scores(z, names, [arm.label for arm in order])]),
+        {
+            "xaxis": {"type": "category", "tickangle": 0 if len(names) < 8 else -60},
+            "yaxis": {"type": "category"},
+        },
+        height=110 + ROW_HEIGHT * max(len(order), 3),
+    )
+
+
+def _mean_exact(arm: Arm, task: str, column: tuple[str, int] | None = None) -> float | None:
+    return _mean([s for s in arm.scores if s.task == task and column in (None, (s.split, s.length))])
+
+
+def _mean(scores: Sequence[TaskScore]) -> float | None:
+    values = [score.exact for score in scores if score.exact is not None]
+    return short(sum(values) / len(values)) if values else None
+
+
+def _scores(z: Sequence[Sequence[float | None]], x: Sequence[str], y: Sequence[str]) -> Trace:
+    """Scores from 0 to 1 on a fixed scale, with the numbers in the cells where they fit."""
+    cells = [["" if v is None else f"{100 * v:.0f}" for v in row] for row in z]
+    return heatmap(
+        z, x, y, zmin=0, zmax=1, colorscale=SCORE_SCALE, showscale=False, text=cells,
+        texttemplate="%{text}" if len(x) <= 18 else "", textfont={"size": 11},
+        hovertemplate="%{y}, %{x}: %{z:.1%}<extra></extra>",
+    )  # fmt: skip
+
+
+def _depth_figures(results: Results, task: str) -> list[Figure]:
+    """Where in the text the thing to find was: depth down, length across."""
+    out = []
+    for arm in results.arms:
+        scores = [s for s in arm.scores if s.task == task and s.depth is not None]
+        if not scores:
+            continue
+        depths = sorted({s.depth for s in scores if s.depth is not None}, reverse=True)
+        lengths = sorted({s.length for s in scores})
+        z = [[_mean([s for s in scores if (s.depth, s.length) == (d, n)]) for n in lengths] for d in depths]
+        out.append(
+            Figure(
+                f"depth-{task}-{arm.label}",
+                f"{task}: {arm.label}",
+                "",
+                one_view([_scores(z, [str(n) for n in lengths], [f"{100 * d:.0f}%" for d in depths])]),
+                {
+                    "xaxis": axis("length", type="category"),
+                    "yaxis": axis("depth", type="category"),
+                },
+                height=230,
+            )
+        )
+    return out

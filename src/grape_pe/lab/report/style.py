@@ -1,0 +1,60 @@
+"""How arms look: one colour, dash and marker for each, the same in every figure.
+
+Colours are written as CSS variables ("var(--arm-3)", with "@0.2" for opacity) and resolved by the page's
+script, so that figures follow light and dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .results import Arm
+
+# Eight hues a palette, found by search: under normal vision and under simulated protanopia, deuteranopia and
+# tritanopia any two are at least 12 apart in OKLab (x 100), and each has contrast 3:1 or more with the ground.
+LIGHT = ("#1b62c2", "#eb6d0b", "#11a499", "#9d377c", "#a87aec", "#57590f", "#19168c", "#550932")
+DARK = ("#3b8bea", "#f78a13", "#45c195", "#d150ab", "#bea3fd", "#92853a", "#97fdfb", "#f5e31e")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
+
+
+@dataclass(frozen=True)
+class Style:
+    """The look of one arm."""
+
+    hue: int
+    dash: str
+    symbol: str
+
+    @property
+    def color(self) -> str:
+        return f"var(--arm-{self.hue})"
+
+    def faint(self, opacity: float) -> str:
+        return f"{self.color}@{opacity}"
+
+
+def styles(arms: Sequence[Arm]) -> dict[str, Style]:
+    """Label to style. Arms of one encoding (with and without KV-shift) share a hue and differ in dash;
+    from the ninth encoding on, hues come again with other dashes."""
+    families: dict[str, int] = {}
+    used: dict[int, int] = {}
+    out = {}
+    for arm in arms:
+        family = families.setdefault(arm.encoding, len(families))
+        hue = family % len(LIGHT)
+        variant = used.get(hue, 0)
+        used[hue] = variant + 1
+        out[arm.label] = Style(
+            hue, DASHES[variant % len(DASHES)], SYMBOLS[(family + 3 * variant) % len(SYMBOLS)]
+        )
+    return out
+
+
+def palette_css() -> str:
+    """The variables of both palettes; `head` colours run over the heads of a layer."""
+    light, dark = (
+        "".join(f"--arm-{i}:{color};" for i, color in enumerate(colors)) for colors in (LIGHT, DARK)
+    )
+    return f":root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"

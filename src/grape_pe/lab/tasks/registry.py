@@ -1,0 +1,42 @@
+"""Probes by name: `build_task("flip-flop", ignore=0.9)`."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+from ..errors import LabError
+from .base import Task
+from .copying import Copy, Reverse, SelectiveCopy, Sort
+from .counting import Count
+from .flip_flop import FlipFlop
+from .passkey import Passkey
+from .recall import NBack, Recall
+from .words import A5, S5, Parity
+
+_ALL: tuple[type[Task], ...] = (
+    FlipFlop, Recall, NBack, Copy, Reverse, SelectiveCopy, Sort, Count, Parity, A5, S5, Passkey,
+)  # fmt: skip
+TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
+
+
+def names() -> list[str]:
+    """Every probe `build_task` knows."""
+    return list(TASKS)
+
+
+def build_task(name: str, **options: Any) -> Task:
+    """A probe by name; `options` are the fields of its class, such as length, shortest, pairs."""
+    if name not in TASKS:
+        raise LabError(f"unknown task {name!r}; {_hint(name, names(), 'tasks')}")
+    known = [field.name for field in fields(TASKS[name])]
+    for option in options:
+        if option not in known:
+            raise LabError(f"{name} has no option {option!r}; {_hint(option, known, 'options')}")
+    return TASKS[name](**options)
+
+
+def _hint(word: str, known: list[str], what: str) -> str:
+    near = difflib.get_close_matches(word, known, n=2)
+    return f"did you mean {' or '.join(near)}?" if near else f"{what}: {', '.join(known)}"

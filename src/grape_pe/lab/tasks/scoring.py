@@ -1,0 +1,97 @@
+"""How well a model does a probe, at every length, in every split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...models import Decoder
+from ...models.loss import IGNORE
+from ..data.batches import Batch
+from ..errors import LabError
+from ..language import stream_hidden
+from .base import Case, Task
+from .batches import TEST, draw
+
+#: tokens of the rows that are read together
+TOKENS_AT_ONCE = 1 << 14
+
+
+@dataclass(frozen=True)
+class Score:
+    """Shares of right answers in one cell of the test.
+
+    `exact`: rows whose whole answer is right. `token`: tokens of answers that are right. Each token is
+    predicted from the right tokens before it. `answers`: how many tokens that was. `chance`: what a guess
+    would get of them.
+    """
+
+    task: str
+    split: str
+    length: int
+    depth: float | None
+    exact: float
+    token: float
+    samples: int
+    answers: int
+    chance: float
+
+
+def score(
+    model: Decoder,
+    task: Task,
+    *,
+    seed: int = 0,
+    samples: int = 64,
+    lengths: Iterable[int] | None = None,
+    batch: int | None = None,
+) -> list[Score]:
+    """One score for each split, length and depth of the task's test.
+
+    Args:
+        seed: of the test rows, which no training run draws from. samples: rows of each cell.
+        lengths: 1, 2, 4, 8 and 16 times the training length unless given.
+        batch: rows read together; by default as many as make 16k tokens.
+    """
+    if samples < 1 or (batch is not None and batch < 1):
+        raise LabError(f"samples and batch must be at least 1, got {samples} and {batch}")
+    if model.config.vocab_size < task.vocab_size:
+        raise LabError(
+            f"{task.name} has {task.vocab_size} tokens, the model knows {model.config.vocab_size}; "
+            "it was trained on something else"
+        )
+    cells = enumerate(task.cases(lengths))
+    return [_score_case(model, task, case, (seed, TEST, i), samples, batch) for i, case in cells]
+
+
+def _score_case(
+    model: Decoder, task: Task, case: Case, path: tuple[int, ...], samples: int, batch: int | None
+) -> Score:
+    size = batch or max(1, TOKENS_AT_ONCE // draw(task, path, range(1), case).tokens.shape[1])
+    exact = right = answers = 0
+    for first in range(0, samples, size):
+        rows = draw(task, path, range(first, min(samples, first + size)), case)
+        hits, asked = answers_right(model, rows)
+        exact += int((hits == asked).all(1).sum())
+        right += int(hits.sum())
+        answers += int(asked.sum())
+    return Score(
+        task.name, case.split, case.length, case.depth, exact / samples, right / max(answers, 1), samples,
+        answers, task.chance,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def answers_right(model: Decoder, rows: Batch) -> tuple[Tensor, Tensor]:
+    """(n, T) bool each: where the likeliest token is the target, and where there is one."""
+    targets = rows.targets.to(model.head.device)
+    asked = targets != IGNORE
+    hits = torch.zeros_like(asked)
+    for first, hidden in stream_hidden(model, rows.tokens):
+        span = slice(first, first + hidden.shape[1])
+        here = asked[:, span]
+        hits[:, span][here] = (hidden[here] @ model.head.T).argmax(-1) == targets[:, span][here]
+    return hits, asked

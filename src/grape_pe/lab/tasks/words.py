@@ -1,0 +1,96 @@
+"""Word problems: what the group elements so far multiply to (Merrill et al. 2024, arXiv 2404.08819)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import permutations
+from typing import ClassVar
+
+import numpy as np
+
+from .base import Case, Task
+from .dice import Dice, Ints
+
+Permutation = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WordProblem(Task):
+    """Elements of a group, all as likely; after each one, the product g_t … g_2 g_1 of all so far.
+
+    Args:
+        length: elements.
+    """
+
+    length: int = field(default=32, kw_only=True)
+    shortest: int = field(default=4, kw_only=True)
+
+    @classmethod
+    @abstractmethod
+    def elements(cls) -> list[Permutation]:
+        """The group as permutations; the identity is the first."""
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.elements())
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.vocab_size
+
+    def sample(self, dice: Dice, case: Case) -> tuple[Ints, Ints]:
+        self.check_case(case)
+        tokens, products = dice.integers(0, self.vocab_size, case.length), multiplication(type(self))
+        targets, state = np.empty_like(tokens), np.zeros(len(dice), dtype=np.int64)
+        for t in range(case.length):
+            state = products[tokens[:, t], state]
+            targets[:, t] = state
+        return tokens, targets
+
+
+@cache
+def multiplication(group: type[WordProblem]) -> Ints:
+    """Table of "first b, then a" at [a, b]."""
+    elements = group.elements()
+    number = {element: i for i, element in enumerate(elements)}
+    return np.array([[number[tuple(a[i] for i in b)] for b in elements] for a in elements])
+
+
+def _is_even(permutation: Permutation) -> bool:
+    size = len(permutation)
+    return sum(permutation[i] > permutation[j] for i in range(size) for j in range(i + 1, size)) % 2 == 0
+
+
+@dataclass(frozen=True)
+class Parity(WordProblem):
+    """The group of two elements: whether the ones so far are even or odd in number."""
+
+    name: ClassVar[str] = "parity"
+
+    @classmethod
+    def elements(cls) -> list[Permutation]:
+        return list(permutations(range(2)))
+
+
+@dataclass(frozen=True)
+class A5(WordProblem):
+    """The 60 even permutations of five things: the smallest group that is not solvable."""
+
+    name: ClassVar[str] = "a5"
+
+    @classmethod
+    def elements(cls) -> list[Permutation]:
+        return [p for p in permutations(range(5)) if _is_even(p)]
+
+
+@dataclass(frozen=True)
+class S5(WordProblem):
+    """All 120 permutations of five things."""
+
+    name: ClassVar[str] = "s5"
+
+    @classmethod
+    def elements(cls) -> list[Permutation]:
+        return list(permutations(range(5)))
