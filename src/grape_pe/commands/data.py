@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
-PREPARE_EXAMPLES = """Examples:
-  grape data prepare builtin --tokenizer bpe-2048 --out data/python
+from .parsers import Commands, add_command
+
+PREPARE_EXAMPLES = """grape data prepare builtin --tokenizer bpe-2048 --out data/python
   grape data prepare corpus/ more/*.jsonl --field content --tokenizer path/to/tokenizer.json --out data/mine
   grape data prepare fineweb-edu-10B --out data/fineweb-edu-10B --workers 16
 Killed or out of disk, the same line continues. What it writes does not depend on --workers."""
@@ -17,38 +17,23 @@ SOURCES = (
 )
 
 
-def add_parsers(commands: Any) -> None:
-    """Add `data` to the commands of `grape`."""
-    about = "Make and check datasets of tokens."
-    data = commands.add_parser(
-        "data", help="prepare and check datasets", description=about,
-        epilog="Example: grape data prepare builtin --tokenizer bytes --out data/python",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def add_parsers(commands: Commands) -> None:
+    example = "grape data prepare builtin --tokenizer bytes --out data/python"
+    data = add_command(commands, "data", None, "prepare and check datasets of tokens", example)
     kinds = data.add_subparsers(title="what to do", metavar="WHAT", required=True)
     _add_prepare(kinds)
     _add_adopt(kinds)
     for name, run, about in (
-        ("info", _info, "Say what a dataset holds."),
-        (
-            "verify",
-            _verify,
-            "Read every shard of a dataset: lengths, hashes, and that tokens are in the vocabulary.",
-        ),
+        ("info", _info, "say what a dataset holds"),
+        ("verify", _verify, "read every shard: its length, its hash, and that tokens are in the vocabulary"),
     ):
-        parser = kinds.add_parser(
-            name, help=about, description=about, epilog=f"Example: grape data {name} data/python"
-        )
+        parser = add_command(kinds, name, run, about, f"grape data {name} data/python")
         parser.add_argument("directory", help="a prepared dataset")
-        parser.set_defaults(run=run)
 
 
-def _add_prepare(kinds: Any) -> None:
-    about = "Turn text into shards of tokens with a manifest."
-    parser = kinds.add_parser(
-        "prepare", help=about, description=about, epilog=PREPARE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def _add_prepare(kinds: Commands) -> None:
+    about = "turn text into shards of tokens with a manifest"
+    parser = add_command(kinds, "prepare", _prepare, about, PREPARE_EXAMPLES)
     parser.add_argument("source", nargs="+", help=SOURCES)
     parser.add_argument(
         "--out", required=True, help="the dataset's directory: new, empty, or to be continued"
@@ -69,19 +54,15 @@ def _add_prepare(kinds: Any) -> None:
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
     )
-    parser.set_defaults(run=_prepare)
 
 
-def _add_adopt(kinds: Any) -> None:
-    about = "Write a manifest beside .bin shards that exist already."
-    parser = kinds.add_parser(
-        "adopt", help=about, description=about, epilog="Example: grape data adopt fineweb/ --tokenizer gpt2"
-    )
+def _add_adopt(kinds: Commands) -> None:
+    about = "write a manifest beside .bin shards that exist already"
+    parser = add_command(kinds, "adopt", _adopt, about, "grape data adopt fineweb/ --tokenizer gpt2")
     parser.add_argument("directory", help="where the .bin files are; ..._val_000000.bin is for validation")
     parser.add_argument(
         "--tokenizer", default="gpt2", help="that made them: gpt2, bytes or a path (default: gpt2)"
     )
-    parser.set_defaults(run=_adopt)
 
 
 def _count(text: str) -> int:

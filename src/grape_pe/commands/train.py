@@ -37,12 +37,11 @@ def add_parsers(commands: Commands) -> None:
     add_json(listing)
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+def add_settings(parser: argparse.ArgumentParser, shortcuts: bool = True) -> None:
     """Every setting as an option of its dotted name, kept out of the help, which would fill pages."""
-    parser.add_argument("--encoding", dest="model.encoding", default=argparse.SUPPRESS, metavar="NAME",
-                        help="any encoding, or several joined by +")  # fmt: skip
-    parser.add_argument("--kv-shift", dest="model.kv_shift", action="store_true", default=argparse.SUPPRESS,
-                        help="mix each key and value with the previous one")  # fmt: skip
+    if shortcuts:
+        _add_shortcuts(parser)
+    parser.set_defaults(unknown_settings=[])
     try:
         from ..lab.config import field_names
     except ImportError:  # told when the command runs
@@ -52,18 +51,27 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(unknown_settings=field_names())
 
 
+def _add_shortcuts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--encoding", dest="model.encoding", default=argparse.SUPPRESS, metavar="NAME",
+                        help="any encoding, or several joined by +")  # fmt: skip
+    parser.add_argument("--kv-shift", dest="model.kv_shift", action="store_true", default=argparse.SUPPRESS,
+                        help="mix each key and value with the previous one")  # fmt: skip
+
+
 def refuse_unknown(options: argparse.Namespace, left: list[str]) -> None:
     """Name the nearest setting to one that does not exist."""
-    known = getattr(options, "unknown_settings", [])
+    known = getattr(options, "unknown_settings", None)
+    if known == []:  # the library that declares them is missing
+        _require_configuration()
     wrong = left[0].split("=")[0].lstrip("-")
-    near = difflib.get_close_matches(wrong, known, n=1)
+    near = difflib.get_close_matches(wrong, known or [], n=1)
     hint = f"; did you mean --{near[0]}?" if near else "; --help shows what there is"
     raise CommandError(f"unknown option {left[0].split('=')[0]!r}{hint}")
 
 
 def configured(options: argparse.Namespace) -> RunConfig:
     """The recipe with the options over it."""
-    require("pydantic", "lab")
+    _require_configuration()
     from ..lab.config import field_names, load
 
     given = vars(options)
@@ -116,8 +124,13 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     return OK
 
 
+def _require_configuration() -> None:
+    for module in ("pydantic", "yaml"):
+        require(module, "lab")
+
+
 def run_recipes(options: argparse.Namespace) -> int:
-    require("pydantic", "lab")
+    _require_configuration()
     from ..lab.config import load, recipe_names
 
     recipes = {name: load(name) for name in recipe_names()}

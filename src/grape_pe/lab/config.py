@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -28,6 +28,9 @@ class Section(BaseModel):
     """Fields are checked, unknown ones refused, values never change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+Checked = TypeVar("Checked", bound=Section)
 
 
 class ModelSection(Section):
@@ -150,40 +153,56 @@ FREE_ON_RESUME = (
 
 
 def recipe_names() -> list[str]:
-    return sorted(item.name.removesuffix(".yaml") for item in _recipes() if item.name.endswith(".yaml"))
+    return shipped_names("recipes")
 
 
-def _recipes() -> Iterator[Any]:
-    return resources.files("grape_pe.lab").joinpath("recipes").iterdir()
-
-
-def load(recipe: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A shipped recipe by name, or a YAML file (which may name a recipe as its `base`), with overrides.
+def load(
+    recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """A shipped recipe by name, a YAML file or a mapping (which may name a `base`), with overrides.
 
     Args:
         overrides: dotted names to values, such as {"train.steps": 500}; strings are read as YAML.
     """
-    tree = _tree(str(recipe))
+    try:
+        tree = recipe_tree(recipe if isinstance(recipe, Mapping) else str(recipe))
+    except RecursionError:
+        raise LabError(f"the bases of {recipe} go round in a circle") from None
     for name, value in (overrides or {}).items():
         tree = merged(tree, _nested(name, value))
     return validated(tree)
 
 
-def _tree(recipe: str) -> dict[str, Any]:
-    if recipe in recipe_names():
-        text = resources.files("grape_pe.lab").joinpath("recipes", f"{recipe}.yaml").read_text()
-        return _parse(text, recipe)
-    path = Path(recipe)
-    if not path.is_file():
-        near = difflib.get_close_matches(recipe, recipe_names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise LabError(
-            f"no recipe or file {recipe!r}{hint}; there are the recipes {', '.join(recipe_names())}, "
-            "and any YAML file"
-        )
-    tree = _parse(path.read_text(), recipe)
+def recipe_tree(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe, a file, or a mapping; a file or mapping may have a `base` below it."""
+    tree = dict(recipe) if isinstance(recipe, Mapping) else read_shipped(recipe, "recipes", "recipe")
     base = tree.pop("base", None)
-    return tree if base is None else merged(_tree(str(base)), tree)
+    if base is None:
+        return tree
+    if not isinstance(recipe, Mapping) and base not in recipe_names():
+        base = str(Path(recipe).parent / str(base))  # it lies beside the file that names it
+    return merged(recipe_tree(base), tree)
+
+
+def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
+    """A YAML file shipped in a folder of this package, by its name, or any file by its path."""
+    shipped = shipped_names(folder)
+    if name in shipped:
+        return _parse(resources.files("grape_pe.lab").joinpath(folder, f"{name}.yaml").read_text(), name)
+    path = Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(name, shipped, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise LabError(f"no {kind} or file {name!r}; {hint}There are {', '.join(shipped)}, or any YAML file")
+    try:
+        return _parse(path.read_text(), name)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise LabError(f"cannot read {path}: {problem}") from None
+
+
+def shipped_names(folder: str) -> list[str]:
+    found = resources.files("grape_pe.lab").joinpath(folder).iterdir()
+    return sorted(item.name.removesuffix(".yaml") for item in found if item.name.endswith(".yaml"))
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
@@ -194,7 +213,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise LabError(f"{where} must hold sections such as train: and model:, got {type(tree).__name__}")
+        raise LabError(f"{where} must hold settings by name, got a {type(tree).__name__}")
     return tree
 
 
@@ -209,21 +228,27 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
     section, _, field = name.partition(".")
-    value = yaml.safe_load(value) if isinstance(value, str) and value.strip().startswith("{") else value
+    if isinstance(value, str) and value.strip().startswith("{"):
+        value = _parse(value, f"the value of {name}")
     return {section: {field: value}} if field else {section: value}
 
 
 def validated(tree: Mapping[str, Any]) -> RunConfig:
+    return checked(RunConfig, tree, field_names())
+
+
+def checked(kind: type[Checked], tree: Mapping[str, Any], names: list[str]) -> Checked:
+    """A section made of these values; `names` are those it knows, for hints."""
     try:
-        return RunConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as problem:
-        raise LabError("; ".join(_explain(error) for error in problem.errors())) from None
+        raise LabError("; ".join(_explain(error, names) for error in problem.errors())) from None
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, names: list[str]) -> str:
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, field_names(), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         return f"unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
     said = error["msg"].removeprefix("Value error, ")
     got = "" if error["type"] == "value_error" else f", got {error['input']!r}"

@@ -41,8 +41,7 @@ def stream_hidden(
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     for first in range(0, tokens.shape[1], chunk):
         span = slice(first, first + chunk)
-        layout = Layout.from_positions(positions[:, span], None, cache.layers[0].tail())
-        yield first, model.model(tokens[:, span], layout, cache)
+        yield first, model.model(tokens[:, span], Layout(positions[:, span]), cache)
 
 
 @torch.inference_mode()
@@ -120,8 +119,8 @@ def evaluate_language(
     fitting = [length for length in lengths if length < source.longest]
     if not fitting:
         raise LabError(
-            f"a sequence of {lengths[0]} needs {lengths[0] + 1} tokens, the longest stretch of the validation "
-            f"text has {source.longest}; use more data"
+            f"a sequence of {lengths[0]} needs {lengths[0] + 1} tokens, the longest piece of the "
+            f"validation text has {source.longest}; use more data"
         )
     text = source.stretches(fitting[-1], tokens, seed)
     found: Found = {}

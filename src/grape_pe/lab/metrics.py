@@ -104,7 +104,9 @@ class ProgressLine:
         self.task = self.bar.add_task(self.title, total=self.total, completed=self.start, said="")
 
     def show(self, step: int, loss: float, speed: float, last: bool = False) -> None:
-        said = f"loss {loss:.4f}{self.validation}  {speed:,.0f} tokens/s"
+        self.tell(step, f"loss {loss:.4f}{self.validation}  {speed:,.0f} tokens/s", last)
+
+    def tell(self, step: int, said: str, last: bool = False) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=step, said=said)
         elif not self.quiet and (last or time.monotonic() - self.printed > self.PAUSE):

@@ -158,7 +158,7 @@ def rotation_kernel(view: LayerView) -> Tensor | None:
 
 
 def frequencies(part: RotationEncoding) -> tuple[Tensor, Tensor | None] | None:
-    """Turns of each plane a position, in radians, (groups, planes), and the initial ones if they were learned."""
+    """Radians a position for each plane, (groups, planes), and the initial ones if they are learned."""
     if isinstance(part, (Rotary, ContextualRotary)):
         now = part.frequencies()[:, 0]
         learned = part.frequencies.delta is not None
@@ -177,6 +177,8 @@ def frequencies(part: RotationEncoding) -> tuple[Tensor, Tensor | None] | None:
 
 def _modes(skew: Tensor) -> Tensor:
     """The positive half of the eigenvalues of i L, largest first (Eq. S3)."""
+    if not bool(skew.isfinite().all()):  # a diverged model: nothing to decompose
+        return torch.full((*skew.shape[:-2], skew.shape[-1] // 2), math.nan, dtype=skew.dtype)
     mu = torch.linalg.eigvalsh(1j * skew)
     return mu.flip(-1)[..., : skew.shape[-1] // 2].clamp_min(0.0)
 
@@ -235,7 +237,7 @@ def bias_reach(mean: Sequence[float], at: Sequence[int], level: float) -> int | 
 
 
 def attention_reach(attention: Tensor, share: float) -> Tensor:
-    """(H,): the distance within which `share` of the attention lies, median over the later half of queries."""
+    """(H,): the distance within which `share` of the attention lies; median over the later queries."""
     length = attention.shape[-1]
     t = torch.arange(length)
     by_distance = attention.gather(-1, (t[:, None] - t).clamp_min(0).expand_as(attention))

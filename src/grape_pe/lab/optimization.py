@@ -34,7 +34,7 @@ def learning_rate(step: int, settings: TrainSection) -> float:
         return low + (top - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     decay_steps = max(1, round(settings.decay * total))
     left = max(0, total - step)
-    return top if left > decay_steps else low + (top - low) * left / decay_steps
+    return top if left >= decay_steps else low + (top - low) * left / decay_steps
 
 
 def initialise(model: Decoder, seed: int) -> None:

@@ -19,6 +19,7 @@ from .config import RunConfig, differences, validated
 from .errors import LabError
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.yaml", "environment.json", "metrics.jsonl", ".lock"
+HIDDEN = ".part-"  # begins the name of a file that is not yet whole
 
 
 class RunDirectory:
@@ -33,8 +34,8 @@ class RunDirectory:
 
         Raises LabError if it holds something else, another configuration, other data, or a run under way.
         """
-        self._check(config, data, resume)
         try:
+            self._check(config, data, resume)
             self.path.mkdir(parents=True, exist_ok=True)
             self._claim()
             if not (self.path / CONFIG).exists():
@@ -51,8 +52,9 @@ class RunDirectory:
     def _check(self, config: RunConfig, data: dict[str, Any], resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise LabError(f"--out must be a directory, but {self.path} is a file")
-        entries = {p.name for p in self.path.iterdir()} - {LOCK} if self.path.is_dir() else set()
-        if not entries - {ENVIRONMENT}:
+        entries = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
+        begun = {LOCK, ENVIRONMENT, *(f"{HIDDEN}{name}" for name in (ENVIRONMENT, CONFIG))}
+        if not entries - begun:  # also what is left if it was killed before its first step
             return
         if CONFIG not in entries:
             raise LabError(
@@ -90,7 +92,7 @@ def read_config(path: Path) -> RunConfig:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    scratch = path.with_name(f".part-{path.name}")
+    scratch = path.with_name(f"{HIDDEN}{path.name}")
     scratch.write_text(text)
     os.replace(scratch, path)
 

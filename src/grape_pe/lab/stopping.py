@@ -27,6 +27,15 @@ class StopSignals:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
+    def counts(self) -> list[int]:
+        """1 for the signal received here, 0 for the others: what ranks add up to agree."""
+        return [int(self.received == number) for number in self.SIGNALS]
+
+    @classmethod
+    def named(cls, counts: list[float]) -> int:
+        """The signal that some rank received, or 0."""
+        return next((int(number) for number, count in zip(cls.SIGNALS, counts, strict=True) if count), 0)
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt

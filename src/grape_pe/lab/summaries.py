@@ -20,7 +20,8 @@ def encoding_summary(model: nn.Module, tokens: Tensor) -> dict[str, float]:
     ]
     was_training = model.training
     try:
-        with torch.no_grad():
+        # a compiled model does not see hooks that came later
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.eval()
             model(tokens)
     finally:

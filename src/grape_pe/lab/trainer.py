@@ -22,7 +22,7 @@ from ..models import Decoder
 from .checkpoint import Checkpoints, Progress
 from .config import RunConfig
 from .data import Batch, prefetch
-from .errors import Diverged
+from .errors import Diverged, LabError
 from .estimate import flops_per_token, peak_flops, peak_memory
 from .feed import Feed, open_feed
 from .final import export_final
@@ -71,8 +71,18 @@ def train(
         try:
             among.agree(problem)
             return Trainer(config, directory.path, feed, among, quiet).run()
+        except OSError as failed:
+            raise LabError(_stopped_by(failed, directory.path)) from None
         finally:
             directory.close()
+
+
+def _stopped_by(problem: OSError, directory: Path) -> str:
+    where = problem.filename or directory
+    return (
+        f"cannot read or write {where}: {problem.strerror or problem}; "
+        "whole checkpoints are kept: put it right and go on with --resume"
+    )
 
 
 class Trainer:
@@ -104,20 +114,24 @@ class Trainer:
         steps = range(self.progress.step, self.config.train.steps)
         stopped = 0
         try:
-            with StopSignals() as signals, prefetch(self.feed.batches, steps, self._rows) as coming:
-                for step, parts in coming:
-                    stopped = self._train_step(step, parts, signals)
-                    if stopped:
-                        break
-            self._save()
-            self.checkpoints.finish()
-            if not stopped:
-                export_final(self.model, self.decoder.config, self.directory / "final", self.feed, self.world)
+            with StopSignals() as signals:  # to the end: a cluster may ask twice, also while this saves
+                with prefetch(self.feed.batches, steps, self._rows) as coming:
+                    for step, parts in coming:
+                        stopped = self._train_step(step, parts, signals)
+                        if stopped:
+                            break
+                self._save()
+                self.checkpoints.finish()
+                if not stopped:
+                    self._export()
         finally:
             self.line.close()
             if self.metrics is not None:
                 self.metrics.close()
         return self._outcome(stopped)
+
+    def _export(self) -> None:
+        export_final(self.model, self.decoder.config, self.directory / "final", self.feed, self.world)
 
     def _rows(self, _step: int) -> list[range]:
         """This rank's share of a batch, in pieces of `micro_batch`."""
@@ -157,8 +171,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         counts = [int((part.targets >= 0).sum()) for part in parts]
-        predicted, tokens, stop = self.world.total(
-            sum(counts), sum(part.tokens.numel() for part in parts), signals.received / self.world.size
+        predicted, tokens, *asked = self.world.total(
+            sum(counts), sum(part.tokens.numel() for part in parts), *signals.counts()
         )
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number, part in enumerate(parts, start=1):
@@ -173,7 +187,7 @@ class Trainer:
         self._check_finite(step, value, size)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return value, size, int(tokens), math.ceil(stop)
+        return value, size, int(tokens), StopSignals.named(asked)
 
     def _loss(self, part: Batch, count: float) -> Tensor:
         def moved(tensor: Tensor | None) -> Tensor | None:
@@ -217,17 +231,19 @@ class Trainer:
     def _validation_loss(self) -> float:
         total = self.feed.batches.validation_rows
         total = min(total, self.config.train.eval_sequences or total)
-        share = total // self.world.size  # the same for every rank: sharded models compute together
-        start = self.world.rank * share
+        share, largest = self.world.rows(total), -(-total // self.world.size)
         size = self.config.train.micro_batch or max(1, self.config.train.batch // self.world.size)
         self.model.eval()
         summed, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
-        for first in range(start, start + share, size):
-            part = self.feed.batches.validation(range(first, min(first + size, start + share)))
-            summed += self._loss(part, 1.0).double()
-            count += int((part.targets >= 0).sum())
-        loss, predicted = self.world.total(summed, count)
-        return loss / max(1.0, predicted)
+        for first in range(share.start, share.start + largest, size):
+            rows = range(first, min(first + size, share.stop))
+            part = self.feed.batches.validation(rows or range(1))
+            loss = self._loss(part, 1.0)  # also without rows: sharded models compute together
+            if rows:
+                summed += loss.double()
+                count += int((part.targets >= 0).sum())
+        whole, predicted = self.world.total(summed, count)
+        return whole / max(1.0, predicted)
 
     def _save(self) -> None:
         if self.progress.step > 0:

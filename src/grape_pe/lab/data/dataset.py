@@ -25,7 +25,7 @@ class Dataset:
     def __init__(self, directory: Path, manifest: Manifest):
         self.directory, self.manifest = directory, manifest
         self.vocab_size, self.eos = manifest.vocab_size, manifest.eos
-        self._map = lru_cache(maxsize=OPEN_SHARDS)(read_shard)
+        self._map = lru_cache(maxsize=OPEN_SHARDS)(lambda name: read_shard(directory / name))
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{split} {self.tokens(split):,} tokens" for split in ("train", "val"))
@@ -36,9 +36,9 @@ class Dataset:
 
     def read(self, shard: Shard, start: int, count: int) -> npt.NDArray[np.int64]:
         """Some tokens of a shard, each checked to be in the vocabulary."""
-        path = self.directory / shard.file
-        found = self._map(path)[start : start + count]
-        check_vocabulary(found, self.vocab_size, path, start)
+        found = self._map(shard.file)[start : start + count]
+        if found.max(initial=0) >= self.vocab_size:
+            check_vocabulary(found, self.vocab_size, self.directory / shard.file, start)
         return found.astype(np.int64)
 
 

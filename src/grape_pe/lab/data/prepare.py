@@ -73,7 +73,7 @@ def prepare(
     settings |= {"validation": validation, "max_tokens": max_tokens}
     _check(settings, workers)
     directory = Path(out).expanduser()
-    if _finished(directory, settings):
+    if _finished(directory, settings) and not (directory / PROGRESS).exists():
         return directory
     _check_directory(directory)
     _look_at_first(source)  # before anything is written

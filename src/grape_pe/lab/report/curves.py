@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .figure import Curve, Figure, Trace, axis, mean_and_band, one_view, over_seeds
+from .figure import Curve, Figure, Trace, axis, doubling_axis, mean_and_band, one_view, over_seeds
 from .results import LanguageRun, Results
 from .style import Style
 
@@ -41,8 +42,8 @@ def training(results: Results, looks: Looks) -> Figure:
     return Figure(
         "training",
         "Training loss",
-        "Lines are means over seeds, bands run from the lowest to the highest seed. Look for curves that part "
-        "early and stay apart; a band as wide as the gap means the gap may be luck.",
+        "Lines are means over seeds, bands run from the lowest to the highest seed. Look for curves that "
+        "part early and stay apart; a band as wide as the gap means the gap may be luck.",
         one_view(data),
         {"xaxis": axis("step"), "yaxis": axis("loss (nats a token)", **_frame(data))},
     )
@@ -69,7 +70,7 @@ def validation(results: Results, looks: Looks) -> Figure:
 def by_position(results: Results, looks: Looks) -> Figure:
     data = _traces(results, looks, lambda run: run.by_position)
     layout: dict[str, Any] = {
-        "xaxis": axis("position in the text", type="log"),
+        "xaxis": doubling_axis("position in the text", max((x for t in data for x in t["x"]), default=1)),
         "yaxis": axis("loss (nats a token)", **_frame(data)),
     }
     if results.train_length:
@@ -77,17 +78,16 @@ def by_position(results: Results, looks: Looks) -> Figure:
     return Figure(
         "by-position",
         "Loss by position",
-        "How well the token at each position is predicted. A falling curve uses its context; one that turns up "
-        f"to the right of the training length does not carry over to longer texts.{_outside(data)}",
+        "How well the token at each position is predicted. A falling curve uses its context; one that turns "
+        f"up to the right of the training length does not carry over to longer texts.{_outside(data)}",
         one_view(data),
         layout,
+        wide=True,
     )
 
 
 def _mark(x: float, text: str) -> dict[str, Any]:
     """A thin line at x. (Annotations on a log axis are placed at log10 x by plotly, shapes at x.)"""
-    import math
-
     line = {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     note = {"x": math.log10(x), "yref": "paper", "y": 1, "text": text, "showarrow": False, "xanchor": "right"}
     return {
@@ -109,8 +109,8 @@ def extrapolation(results: Results, looks: Looks, windowed: bool) -> Figure:
     ticks = list(over_seeds(curve(run) for arm in results.arms for run in arm.language.values()))
     how = "with a window of the training length" if windowed else "full attention"
     look = (
-        "Attention reaches back one training length only, so no distance is new: what still rises here is not "
-        "the encoding's doing."
+        "Attention reaches back one training length only, so no distance is new. Compare with full "
+        "attention: the difference is what unknown distances cost."
         if windowed
         else "Flat or falling is good: the encoding copes with distances it was never trained on."
     )

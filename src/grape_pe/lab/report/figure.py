@@ -6,6 +6,7 @@ adds fonts, grids and grounds that fit the theme.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Figure:
     layout: Mapping[str, Any] = field(default_factory=dict)
     height: int = 340
     choose: str = "Show"
+    wide: bool = False
 
     @property
     def empty(self) -> bool:
@@ -52,6 +54,13 @@ def one_view(data: Iterable[Trace]) -> tuple[View, ...]:
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **more}
+
+
+def doubling_axis(title: str, top: float) -> dict[str, Any]:
+    """A logarithmic axis from 1 with ticks at powers of two (of four, where there would be many)."""
+    step = 1 if top <= 256 else 2
+    ticks = [2**i for i in range(0, max(1, math.ceil(math.log2(max(top, 2)))) + 1, step)]
+    return axis(title, type="log", tickvals=ticks, ticktext=[f"{t:,}" for t in ticks])
 
 
 def short(value: float) -> float:

@@ -39,13 +39,13 @@
       font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 },
       margin: { l: 10, r: 14, t: 8, b: 10 }, dragmode: coarse.matches ? false : "zoom",
       hoverlabel: { bgcolor: variable("--raised"), bordercolor: variable("--rule"), font: { color: ink } },
-      ...layout,
+      legend: { orientation: "h", y: -0.22, x: 0, font: { color: muted, size: 11 } }, ...layout,
     };
     for (const name of ["xaxis", "yaxis"]) {
       const own = layout[name] || {};
       out[name] = { ...axis, ...own, tickfont: { ...axis.tickfont, ...own.tickfont } };
       if (own.title) out[name].title = { ...title, ...own.title };
-      if (own.type === "log" && !own.tickvals) Object.assign(out[name], { dtick: 1, exponentformat: "power" });
+      if (own.type === "log" && !own.tickvals) Object.assign(out[name], { dtick: 1, tickformat: "~g" });
     }
     return out;
   }

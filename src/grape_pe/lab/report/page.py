@@ -15,7 +15,8 @@ from .curves import loss_figures
 from .figure import Figure
 from .picture_figures import picture_figures
 from .ranking import Row, ranking
-from .results import Arm, Recipe, Results, read_results
+from .reading import read_results
+from .results import Arm, Recipe, Results
 from .scores import cost_figures, ranking_figure, task_figures
 from .statistics import Summary
 from .style import Style, palette_css, styles
@@ -30,6 +31,12 @@ SVG_DASHES = {
     "longdashdot": "9 2 2 2",
 }
 Looks = Mapping[str, Style]
+TABLE_CAPTION = (
+    "Mean ± standard deviation over seeds; below it the 95% confidence interval of the mean (Student's t). "
+    "“Behind the best” pairs runs of the same seed: an interval that stays above zero is a difference beyond "
+    "the spread, for that one comparison. Tasks: share solved exactly, averaged over lengths, then over "
+    "tasks. Click a heading to sort."
+)
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
@@ -85,15 +92,15 @@ def grid(figures: Sequence[Figure], kind: str = "") -> str:
 def figure_html(figure: Figure) -> str:
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
     return (
-        f"<figure><h3>{escape(figure.title)}</h3>{_chooser(figure)}"
-        f'<div class="plot" role="img" aria-label="{escape(figure.title)}" data-figure="{escape(figure.key)}" '
-        f'style="height:{figure.height}px"></div>{caption}</figure>'
+        f'<figure class="{"wide" if figure.wide else ""}"><h3>{escape(figure.title)}</h3>{_chooser(figure)}'
+        f'<div class="plot" role="img" aria-label="{escape(figure.title)}" '
+        f'data-figure="{escape(figure.key)}" style="height:{figure.height}px"></div>{caption}</figure>'
     )
 
 
 def _chooser(figure: Figure) -> str:
     if len(figure.views) < 2:
-        return ""
+        return "".join(f'<p class="choose">{escape(view.label)}</p>' for view in figure.views if view.label)
     options = "".join(f'<option value="{i}">{escape(v.label)}</option>' for i, v in enumerate(figure.views))
     return f'<label class="choose">{escape(figure.choose)} <select>{options}</select></label>'
 
@@ -126,16 +133,14 @@ def _table(results: Results, looks: Looks) -> str:
     head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in heads)
     body = "".join(_table_row(row, looks[row.label], i == 0) for i, row in enumerate(rows))
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        '<p class="lead"><small>Mean ± standard deviation over seeds; below it the 95% confidence interval of the mean '
-        "(Student's t). “Behind the best” pairs runs of the same seed: an interval that stays above zero is a difference "
-        "beyond the spread, for that one comparison. Tasks: share solved exactly, averaged over lengths, then tasks. "
-        "Click a heading to sort.</small></p>"
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f'<tbody>{body}</tbody></table></div><p class="caption">{TABLE_CAPTION}</p>'
     )
 
 
 def _table_row(row: Row, style: Style, best: bool) -> str:
     seeds = row.val_loss.count if row.val_loss else 0
+    status = f"<small>{escape(row.status)}</small>" if row.status else ""
     cells = [
         _cell(row.val_loss, 4),
         _cell(row.behind, 4, sign=True) if not best else '<td data-value="0">best</td>',
@@ -143,7 +148,7 @@ def _table_row(row: Row, style: Style, best: bool) -> str:
         _cell(row.tasks, 1, scale=100, unit="%"),
         _cell(row.speed, 0, interval=False),
         _cell(row.memory, 0, scale=2.0**-20, unit=" MB", interval=False),
-        f'<td data-value="{seeds}">{seeds}{f"<small>{escape(row.status)}</small>" if row.status else ""}</td>',
+        f'<td data-value="{seeds}">{seeds}{status}</td>',
     ]
     name = f'<th scope="row" data-value="{escape(row.label)}">{_swatch(style)} {escape(row.label)}</th>'
     return f"<tr{' class=best' if best and row.val_loss else ''}>{name}{''.join(cells)}</tr>"
@@ -163,7 +168,8 @@ def _cell(
     def show(value: float) -> str:
         return f"{value * scale:{'+' if sign else ''},.{digits}f}"
 
-    spread = "" if summary.spread is None else f" ± {summary.spread * scale:,.{digits}f}"
+    spread = "" if summary.spread is None else f"{summary.spread * scale:,.{digits}f}"
+    spread = f" ± {spread}" if spread.strip("0.") else ""
     shown = show(summary.mean) + spread + unit
     if interval and summary.low is not None and summary.high is not None:
         shown += f"<small>{show(summary.low)} … {show(summary.high)}</small>"
@@ -174,8 +180,8 @@ def _swatch(style: Style) -> str:
     dash = SVG_DASHES[style.dash]
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
-        '<svg class="swatch" viewBox="0 0 26 12" aria-hidden="true"><line x1="1" y1="6" x2="25" y2="6" stroke-width="3" '
-        f'stroke="{style.color}"{dashed}/></svg>'
+        '<svg class="swatch" viewBox="0 0 26 12" aria-hidden="true"><line x1="1" y1="6" x2="25" y2="6" '
+        f'stroke-width="3" stroke="{style.color}"{dashed}/></svg>'
     )
 
 
@@ -191,7 +197,9 @@ def _legend(arms: Sequence[Arm], looks: Looks) -> str:
 def _tasks(results: Results) -> Section:
     figures = task_figures(results)
     deep = [figure for figure in figures if figure.key.startswith("depth-")]
-    lead = "Numbers are percent solved exactly. For tasks with a depth, the small panels show where in the text the thing to find stood."
+    lead = "Numbers are percent solved exactly."
+    if deep:
+        lead += " Small panels: how deep in the text the thing to find stood (0% is the beginning)."
     return _section("tasks", "Tasks", lead, [f for f in figures if f not in deep], deep)
 
 
@@ -208,7 +216,7 @@ def _pictures(results: Results, looks: Looks) -> Section:
         blocks.append(picture_html(arm.label, arm.picture, made, looks[arm.label], opened=not blocks))
     if not blocks:
         return Section("pictures", "Pictures", "")
-    lead = "What each encoding learned to do, from the first seed's model reading a sample text. In the ranking's order."
+    lead = "What each encoding learned to do: the first seed's model reads a sample text. Best first."
     body = f'<h2>Pictures</h2><p class="lead">{escape(lead)}</p>{"".join(blocks)}'
     return Section("pictures", "Pictures", body, figures)
 
@@ -221,9 +229,17 @@ def picture_html(
     if not picture["singular"]:
         notes += f'<p class="lead">Singular values: {escape(picture["singular_about"])}.</p>'
     return (
-        f'<details class="picture"{" open" if opened else ""}><summary>{_swatch(style)} {escape(label)}</summary>'
-        f"{notes}{grid(figures)}</details>"
+        f'<details class="picture"{" open" if opened else ""}>'
+        f"<summary>{_swatch(style)} {escape(label)}</summary>{notes}{grid(figures)}</details>"
     )
+
+
+def picture_page(label: str, picture: Mapping[str, Any]) -> str:
+    """The page of one encoding alone."""
+    style = Style(0, "solid", "circle")
+    figures = picture_figures(picture, style, "picture")
+    body = f"<h1>{escape(label)}</h1>{picture_html(label, picture, figures, style, opened=True)}"
+    return page(f"{label}: a position encoding", [Section("picture", "Picture", body, figures)])
 
 
 def _about(results: Results) -> Section:
@@ -258,8 +274,8 @@ def page(title: str, sections: Sequence[Section], legend: str = "") -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f'<style>{palette_css()}\n{_asset("page.css")}</style></head><body><div class="page">'
-        f'<aside class="side"><nav aria-label="Contents">{links}</nav>{legend}</aside><main>{body}</main></div>'
-        f'<script type="application/json" id="figures">{data}</script>'
+        f'<aside class="side"><nav aria-label="Contents">{links}</nav>{legend}</aside>'
+        f'<main>{body}</main></div><script type="application/json" id="figures">{data}</script>'
         f"<script>{plotly}</script><script>{_asset('page.js')}</script></body></html>\n"
     )
 

@@ -7,12 +7,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figure import Figure, Trace, View, axis, heatmap, one_view
+from .figure import Figure, Trace, View, axis, doubling_axis, heatmap, one_view
+from .scores import SCORE_SCALE
 from .style import Style
 
 #: exp(-8) is 0.0003: below this a token is as good as invisible
 FLOOR = -8.0
 RAMP = [[0.0, "var(--heat-0)"], [0.5, "var(--heat-1)"], [1.0, "var(--heat-2)"]]
+#: heads and layers are named in the figure itself: they share the colour of their encoding
+LEGEND = {"showlegend": True}
 Picture = Mapping[str, Any]
 
 
@@ -34,7 +37,7 @@ def _name(head: int | None) -> str:
 
 def _shade(style: Style, index: int, count: int) -> str:
     """Heads and layers share the encoding's colour, from faint to full."""
-    return style.faint(round(0.35 + 0.65 * (index + 1) / count, 2)) if count > 1 else style.color
+    return style.faint(round(0.5 + 0.5 * index / (count - 1), 2)) if count > 1 else style.color
 
 
 def _lines(entries: Sequence[Mapping[str, Any]], at: Sequence[int], style: Style) -> list[Trace]:
@@ -59,7 +62,7 @@ def _band(entry: Mapping[str, Any], at: Sequence[int], style: Style) -> Trace:
     return {
         "type": "scatter", "mode": "lines", "x": x + x[::-1], "y": entry["high"] + entry["low"][::-1],
         "fill": "toself", "fillcolor": style.faint(0.07), "line": {"width": 0, "color": style.faint(0)},
-        "hoverinfo": "skip",
+        "hoverinfo": "skip", "showlegend": False,
     }  # fmt: skip
 
 
@@ -72,17 +75,18 @@ def _by_layer(entries: Sequence[Mapping[str, Any]], at: Sequence[int], style: St
 
 def _bias(picture: Picture, style: Style, key: str) -> Figure | None:
     entries = picture["bias"]
-    top = max((max(v for v in e["mean"] if v is not None) for e in entries), default=0.0)
-    bottom = min((min(v for v in e["mean"] if v is not None) for e in entries), default=0.0)
+    known = [v for e in entries for v in e["mean"] if v is not None]
+    top, bottom = max(known, default=0.0), min(known, default=-1.0)
     return Figure(
         f"{key}-bias",
         "Bias against distance",
-        "What is added to the logit of a token so many tokens back; a line for each head, its mean over the sample "
-        "text, with a band from the 5% to the 95% quantile where content decides. At −0.7 a token's weight is "
-        "halved; below −7 it is as good as gone.",
+        "What is added to the logit of a token so many tokens back: a line for each head, the mean over the "
+        "sample text, and a band from its 5% to its 95% quantile where content decides. At −0.7 a token's "
+        "weight is halved; below −7 it is as good as gone.",
         _by_layer(entries, picture["distances"], style),
         {
-            "xaxis": axis("distance (tokens)", type="log"),
+            "xaxis": doubling_axis("distance (tokens)", picture["tokens"]),
+            **LEGEND,
             "yaxis": axis("bias", range=[max(FLOOR, 1.08 * bottom), max(0.3, 1.08 * min(top, 8.0))]),
         },
     )
@@ -92,10 +96,14 @@ def _kernel(picture: Picture, style: Style, key: str) -> Figure | None:
     return Figure(
         f"{key}-kernel",
         "Rotation against distance",
-        "How much of a match survives the rotation: the mean score of a vector with itself so many tokens away, 1 at "
-        "distance 0. It falls as fast planes fall out of step, and swings where few frequencies are left.",
+        "How much of a match survives the rotation: the mean score of a vector with itself so many tokens "
+        "away, 1 at distance 0. It falls as fast planes fall out of step, and swings where few are left.",
         _by_layer(picture["kernel"], picture["distances"], style),
-        {"xaxis": axis("distance (tokens)", type="log"), "yaxis": axis("tr G / D", range=[-0.35, 1.05])},
+        {
+            "xaxis": doubling_axis("distance (tokens)", picture["tokens"]),
+            "yaxis": axis("tr G / D", range=[-0.35, 1.05]),
+            **LEGEND,
+        },
     )
 
 
@@ -126,15 +134,15 @@ def _spectrum(picture: Picture, style: Style, key: str) -> Figure | None:
         + ("The dotted line is where learning began; look for planes that left it." if learned else
            "Short wavelengths tell neighbours apart, long ones carry coarse position."),
         one_view(data),
-        {"xaxis": axis("plane"), "yaxis": axis("wavelength (tokens)", type="log")},
+        {"xaxis": axis("plane"), "yaxis": axis("wavelength (tokens)", type="log"), **LEGEND},
     )  # fmt: skip
 
 
-def _waves(frequencies: Sequence[float]) -> list[float | None]:
+def _waves(frequencies: Sequence[float | None]) -> list[float | None]:
     return [float(f"{2 * math.pi / f:.5g}") if f else None for f in frequencies]
 
 
-def _planes(values: Sequence[float]) -> list[int]:
+def _planes(values: Sequence[float | None]) -> list[int]:
     return list(range(1, len(values) + 1))
 
 
@@ -143,8 +151,8 @@ def _gates(picture: Picture, style: Style, key: str) -> Figure | None:
     return Figure(
         f"{key}-gates",
         "Gates",
-        "What content decides, over the sample text: the box holds the middle half, whiskers run from 5% to 95%. A flat "
-        "box means the gate ignores the text; a long one means it has learned to choose.",
+        "What content decides, over the sample text: the box holds the middle half, whiskers run from 5% to "
+        "95%. A flat box means the gate ignores the text; a long one means that it chooses.",
         views,
         {"xaxis": axis("", type="category"), "yaxis": axis("gate")},
         choose="Gate",
@@ -178,7 +186,7 @@ def _heatmaps(picture: Picture, key: str) -> Figure | None:
     return Figure(
         f"{key}-heatmap",
         "Bias on a sample text" if biased else "Attention on a sample text",
-        f"Rows are the reading token, columns the tokens it can see; the darker, the "
+        f"Rows are the reading token, columns the tokens it can see; the stronger the colour, the "
         f"{'less is taken away' if biased else 'more it looks there'}. "
         + ("Stripes that follow words and not only the diagonal are the work of content." if biased else
            "This encoding adds no bias, so the attention weights themselves are shown."),
@@ -202,8 +210,9 @@ def _triangle(rows: Sequence[Sequence[float | None]], words: Sequence[str], bias
     values = [v for row in rows for v in row if v is not None]
     low = max(FLOOR, min(values, default=0.0)) if biased else 0.0
     high = max(values, default=1.0)
+    places = list(range(len(words)))
     return heatmap(
-        rows, list(range(len(words))), list(range(len(words))), zmin=low, zmax=max(high, low + 1e-3), colorscale=RAMP,
+        rows, places, places, zmin=low, zmax=max(high, low + 1e-3), colorscale=RAMP,
         colorbar={"thickness": 10, "outlinewidth": 0, "len": 0.9},
         hovertemplate="%{y} → %{x}: %{z:.3g}<extra></extra>", xgap=0, ygap=0,
     )  # fmt: skip
@@ -217,17 +226,30 @@ def _singular(picture: Picture, style: Style, key: str) -> Figure | None:
         data: list[Trace] = []
         for index, entry in enumerate(mine):
             color = _shade(style, index, len(mine))
-            data.append(_line(entry["larger"], at, color, f"{_name(entry['head'])}, largest"))
-            data.append(_line(entry["smaller"], at, color, f"{_name(entry['head'])}, smallest", dash="dot"))
+            data.append(_line(entry["larger"], at, color, _name(entry["head"])))
+            small = _line(entry["smaller"], at, color, f"{_name(entry['head'])}, smallest", dash="dot")
+            data.append({**small, "showlegend": False})
         views.append(View(f"layer {layer + 1}", data))
     return Figure(
         f"{key}-singular",
         "Singular values of the action",
-        f"The largest (full) and smallest (dotted) singular value over a distance, {picture['singular_about']}. They "
-        "stretch the lifted coordinates only: query and key move by G and its inverse transpose, and in the score all "
-        "of it cancels but the bias.",
+        "The largest (full) and smallest (dotted) singular value over a distance, "
+        f"{picture['singular_about']}.{_cancels(picture)}",
         views,
-        {"xaxis": axis("distance (tokens)", type="log"), "yaxis": axis("singular value", type="log")},
+        {
+            "xaxis": doubling_axis("distance (tokens)", picture["tokens"]),
+            "yaxis": axis("singular value", type="log"),
+            **LEGEND,
+        },
+    )
+
+
+def _cancels(picture: Picture) -> str:
+    if "path" in picture["encoding"].split("+"):
+        return " Below 1 the path forgets."
+    return (
+        " They stretch the lifted coordinates only: query and key move by G and its inverse transpose, and "
+        "in the score all of it cancels but the bias."
     )
 
 
@@ -240,7 +262,8 @@ def _reach(picture: Picture, key: str) -> Figure | None:
     cells = [[f"{found[layer, head]:.0f}" for head in heads] for layer in layers[::-1]]
     trace = heatmap(
         z, [str(head + 1) for head in heads], [str(layer + 1) for layer in layers[::-1]], text=cells,
-        texttemplate="%{text}", colorscale=RAMP, showscale=False, zmin=0, zmax=math.log2(picture["tokens"]),
+        texttemplate="%{text}", textfont={"color": "var(--ink)"}, colorscale=SCORE_SCALE, showscale=False,
+        zmin=0, zmax=math.log2(picture["tokens"]),
         hovertemplate="layer %{y}, head %{x}: %{text} tokens<extra></extra>",
     )  # fmt: skip
     return Figure(

@@ -65,8 +65,8 @@ def _ranked(row: Row, style: Style) -> list[Trace]:
     if summary.low is None or summary.high is None:
         return [mean]
     mean["error_x"] = {
-        "type": "data", "symmetric": True, "array": [short(summary.high - summary.mean)], "color": style.color,
-        "thickness": 1.5, "width": 4,
+        "type": "data", "symmetric": True, "array": [short(summary.high - summary.mean)],
+        "color": style.color, "thickness": 1.5, "width": 4,
     }  # fmt: skip
     each: Trace = {
         "type": "scatter",
@@ -126,14 +126,15 @@ def _bar(arm: Arm, style: Style, of: Callable[[LanguageRun], float | None], unit
             "type": "bar", "orientation": "h", "x": [short(mean)], "y": [arm.label], "name": arm.label,
             "meta": {"arm": arm.label}, "marker": {"color": style.color},
             "error_x": {**spread, "color": "var(--ink)", "thickness": 1, "width": 3},
-            "text": [f"{mean:,.0f}"], "textposition": "auto", "insidetextanchor": "start",
+            "text": [f"{mean:,.0f}"], "textposition": "inside", "insidetextanchor": "start",
+            "insidetextfont": {"color": "var(--ground)"},
             "hovertemplate": "%{x:,.0f}<extra>%{y}</extra>",
         }
     ]  # fmt: skip
 
 
 def task_figures(results: Results) -> list[Figure]:
-    """One heatmap a task: encodings down, lengths across; tasks with a depth get one for each encoding too."""
+    """One heatmap a task, encodings down and lengths across; with depths one for each encoding too."""
     out = []
     for task in results.tasks:
         overview = _task_figure(results, task)
@@ -154,8 +155,8 @@ def _task_figure(results: Results, task: str) -> Figure | None:
     return Figure(
         f"task-{task}",
         task,
-        "Share of samples solved exactly, mean over seeds; columns are lengths. The best encoding on average is on "
-        "top. Look to the right, where texts are longer than in training.",
+        "Share of samples solved exactly, mean over seeds; columns are lengths. The best encoding on average "
+        "is on top. Look to the right, where samples are longer than in training.",
         one_view([_scores(z, names, [arm.label for arm in order])]),
         {
             "xaxis": {"type": "category", "tickangle": 0 if len(names) < 8 else -60},
@@ -179,7 +180,7 @@ def _scores(z: Sequence[Sequence[float | None]], x: Sequence[str], y: Sequence[s
     cells = [["" if v is None else f"{100 * v:.0f}" for v in row] for row in z]
     return heatmap(
         z, x, y, zmin=0, zmax=1, colorscale=SCORE_SCALE, showscale=False, text=cells,
-        texttemplate="%{text}" if len(x) <= 18 else "", textfont={"size": 11},
+        texttemplate="%{text}" if len(x) <= 18 else "", textfont={"size": 11, "color": "var(--ink)"},
         hovertemplate="%{y}, %{x}: %{z:.1%}<extra></extra>",
     )  # fmt: skip
 
@@ -187,7 +188,8 @@ def _scores(z: Sequence[Sequence[float | None]], x: Sequence[str], y: Sequence[s
 def _depth_figures(results: Results, task: str) -> list[Figure]:
     """Where in the text the thing to find was: depth down, length across."""
     out = []
-    for arm in results.arms:
+    order = [row.label for row in ranking(results)]
+    for arm in sorted(results.arms, key=lambda arm: order.index(arm.label)):
         scores = [s for s in arm.scores if s.task == task and s.depth is not None]
         if not scores:
             continue

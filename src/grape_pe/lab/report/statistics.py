@@ -15,7 +15,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Summary:
-    """What seeds say together: `spread` is their standard deviation, `low` to `high` the interval of the mean.
+    """What seeds say together: `spread` is their standard deviation, `low` … `high` the mean's interval.
 
     With one seed there is neither: both are None.
     """

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from .results import Arm
 
-# Eight hues a palette, found by search: under normal vision and under simulated protanopia, deuteranopia and
-# tritanopia any two are at least 12 apart in OKLab (x 100), and each has contrast 3:1 or more with the ground.
+# Eight hues a palette, found by search: to normal eyes and with simulated protanopia, deuteranopia and
+# tritanopia any two are at least 12 apart in OKLab (x 100); each has 3:1 contrast or more with the ground.
 LIGHT = ("#1b62c2", "#eb6d0b", "#11a499", "#9d377c", "#a87aec", "#57590f", "#19168c", "#550932")
-DARK = ("#3b8bea", "#f78a13", "#45c195", "#d150ab", "#bea3fd", "#92853a", "#97fdfb", "#f5e31e")
+DARK = ("#1d77e0", "#f78a13", "#45c195", "#bd3998", "#bea3fd", "#82762b", "#97fdfb", "#f5e31e")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
 
@@ -53,7 +53,7 @@ def styles(arms: Sequence[Arm]) -> dict[str, Style]:
 
 
 def palette_css() -> str:
-    """The variables of both palettes; `head` colours run over the heads of a layer."""
+    """The variables of both palettes."""
     light, dark = (
         "".join(f"--arm-{i}:{color};" for i, color in enumerate(colors)) for colors in (LIGHT, DARK)
     )

@@ -1,4 +1,4 @@
-"""The answer in plain words, computed from the numbers: who is best, by how much, and whether that is luck."""
+"""The answer in plain words, from the numbers: who is best, by how much, and whether that may be luck."""
 
 from __future__ import annotations
 
@@ -50,13 +50,16 @@ def _headline(rows: list[Row], tied: tuple[str, ...]) -> str:
     if gap is None or gap.low is None:
         return f"{lead}. With one seed for each encoding there is no telling whether that is luck."
     if not tied:
-        return f"Use {best.label}: its validation loss, {_pm(best.val_loss)}, is below all others beyond the spread."
+        return (
+            f"Use {best.label}: its validation loss, {_pm(best.val_loss)}, is the lowest, beyond the spread "
+            f"of the seeds against {'the other' if len(rows) == 2 else 'every other'}."
+        )
     if second.label not in tied:
-        return f"{lead}, beyond the spread of the seeds against {second.label}, the next."
+        return f"{lead}; its lead over {second.label}, the next, is beyond the spread of the seeds."
     if gap.excludes_zero:
         return (
-            f"{lead}. It leads in every pairing by seed, but with {len(rows)} encodings compared that is not "
-            f"yet certain: more seeds would tell."
+            f"{lead}. Against {second.label} alone that is beyond the spread, but the best of {len(rows)} is "
+            "always a little lucky: more seeds would tell."
         )
     return f"{lead}, but {_listed(tied)} cannot be told apart from it: the differences are within the spread."
 

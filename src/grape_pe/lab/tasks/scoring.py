@@ -16,8 +16,10 @@ from ..language import stream_hidden
 from .base import Case, Task
 from .batches import TEST, draw
 
-#: tokens of the rows that are read together
+#: tokens of the rows that are read together; longer cells also get at least so many
 TOKENS_AT_ONCE = 1 << 14
+#: rows of a cell, however long they are
+LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ def score(
     """One score for each split, length and depth of the task's test.
 
     Args:
-        seed: of the test rows, which no training run draws from. samples: rows of each cell.
+        seed: of the test rows, which no training run draws from.
+        samples: rows of each cell at the training length. Longer cells get fewer, so that they read about as
+            many tokens; `Score.samples` says how many it were.
         lengths: 1, 2, 4, 8 and 16 times the training length unless given.
         batch: rows read together; by default as many as make 16k tokens.
     """
@@ -70,17 +74,19 @@ def score(
 def _score_case(
     model: Decoder, task: Task, case: Case, path: tuple[int, ...], samples: int, batch: int | None
 ) -> Score:
-    size = batch or max(1, TOKENS_AT_ONCE // draw(task, path, range(1), case).tokens.shape[1])
+    fit = max(1, TOKENS_AT_ONCE // draw(task, path, range(1), case).tokens.shape[1])
+    count = min(samples, max(samples * task.length // case.length, fit, LEAST_ROWS))
+    size = batch or fit
     exact = right = answers = 0
-    for first in range(0, samples, size):
-        rows = draw(task, path, range(first, min(samples, first + size)), case)
+    for first in range(0, count, size):
+        rows = draw(task, path, range(first, min(count, first + size)), case)
         hits, asked = answers_right(model, rows)
         exact += int((hits == asked).all(1).sum())
         right += int(hits.sum())
         answers += int(asked.sum())
     return Score(
-        task.name, case.split, case.length, case.depth, exact / samples, right / max(answers, 1), samples,
-        answers, task.chance,
+        task.name, case.split, case.length, case.depth, exact / count, right / answers, count, answers,
+        task.chance,
     )  # fmt: skip
 
 

@@ -1,0 +1,69 @@
+"""`grape compare`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..models.extras import require
+from .errors import OK, CommandError
+from .parsers import Commands, add_command, add_json
+from .train import add_settings
+
+EXAMPLE = "grape compare small --encodings rope,fox,grape-ap,grape-ap+kv --seeds 3 --out results/mine"
+LOOK = """What to look at:
+  the table      lower loss is better; a gap smaller than the spread of the seeds says nothing
+  16x            the loss at sixteen times the training length: does the encoding hold beyond it?
+  the report     curves, heatmaps and each encoding's picture: {report}"""
+
+
+def add_parsers(commands: Commands) -> None:
+    about = (
+        "Train each encoding for each seed under one recipe, evaluate, and write a report. WHAT is demo,\n"
+        "small, flip-flop, probes, or a YAML file; its recipe takes settings as grape train does\n"
+        "(--train.steps 500). Stopped or killed, the same line goes on where it was; more encodings or\n"
+        "seeds can be added later. +kv after an encoding adds KV-shift."
+    )
+    parser = add_command(commands, "compare", run_compare, "compare encodings", EXAMPLE, about)
+    parser.add_argument("comparison", metavar="WHAT", help="a shipped comparison or a file")
+    parser.add_argument("--encodings", help="separated by commas (default: those of WHAT)")
+    parser.add_argument("--seeds", type=int, help="how many")
+    parser.add_argument("--tasks", help="probes, separated by commas; none for no probe")
+    parser.add_argument("--out", help="directory of the results (default: results/WHAT)")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at once (default: one a GPU or core)")
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
+    add_settings(parser, shortcuts=False)
+    add_json(parser)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    require("pydantic", "lab")
+    require("plotly", "lab")
+    from ..lab.compare import compare
+    from ..lab.comparison import load_comparison
+    from ..lab.config import field_names
+    from ..lab.report import read_results, results_json, table
+
+    if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
+        raise CommandError("--jobs and --seeds count things: give 1 or more")
+    given = vars(options)
+    comparison = load_comparison(
+        options.comparison,
+        arms=_listed(options.encodings),
+        seeds=options.seeds,
+        tasks=[] if options.tasks == "none" else _listed(options.tasks),
+        overrides={name: given[name] for name in field_names() if name in given},
+    )
+    out = Path(options.out or Path("results") / Path(options.comparison).stem)
+    report = compare(comparison, out, side_by_side=options.jobs, quiet=options.quiet or options.json)
+    results = read_results([out])
+    if options.json:
+        print(json.dumps({**results_json(results), "report": str(report)}))
+    else:
+        print(f"{table(results)}\n\n{LOOK.format(report=report)}")
+    return OK
+
+
+def _listed(text: str | None) -> list[str] | None:
+    return None if text is None else [name for name in text.split(",") if name]

@@ -1,0 +1,95 @@
+"""One run of a comparison, from the first step to its evaluation. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .comparison import EVALUATION, PICTURE, Comparison, Job
+from .data import load_tokenizer, open_dataset
+from .errors import Diverged
+from .feed import open_feed
+from .final import load_model
+from .language import evaluate_language
+from .metrics import read_metrics
+from .pictures import picture
+from .run_directory import write_whole
+from .tasks import build_task, score
+from .trainer import train
+from .world import World
+
+#: tokens of the validation text that an encoding's picture is drawn on
+PICTURE_TOKENS = 96
+
+
+def finished(job: Job, root: Path) -> bool:
+    return (job.directory(root) / EVALUATION).is_file()
+
+
+def run_job(job: Job, comparison: Comparison, root: Path) -> int:
+    """Train and evaluate, or go on where an earlier attempt stopped; returns a signal that stopped it, or 0."""
+    directory, config = job.directory(root), job.config(comparison)
+    said: dict[str, Any] = {**job.arm.described(), "seed": job.seed}
+    try:
+        outcome = train(config, directory, resume=True, quiet=True)
+    except Diverged as problem:
+        _write(directory, said | {"val_loss": None, "scores": [], "task": job.task, "error": str(problem)})
+        return 0
+    if outcome.signal:
+        return outcome.signal
+    model = load_model(directory).eval()
+    with torch.no_grad():
+        if job.task is not None:
+            said |= _task_scores(job, comparison, model)
+        else:
+            said |= _language(directory, comparison, model, outcome)
+    _write(directory, said)
+    return 0
+
+
+def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]:
+    assert job.task is not None
+    task = build_task(job.task, **comparison.probe.data.task_options)
+    found = score(model, task, samples=comparison.task_samples)
+    return {"task": job.task, "scores": [asdict(each) for each in found]}
+
+
+def _language(directory: Path, comparison: Comparison, model: Any, outcome: Any) -> dict[str, Any]:
+    config = comparison.recipe
+    place = open_feed(config, World()).directory
+    assert place is not None
+    lines = read_metrics(directory)
+    training = [line for line in lines if line["kind"] == "train"]
+    steps = [config.tokens_per_step / line["tokens_per_second"] for line in training]
+    found = evaluate_language(
+        model, open_dataset(place), config.data.sequence, tokens=comparison.evaluation_tokens
+    )
+    _draw(directory, model, place)
+    return {
+        "parameters": model.parameter_count(),
+        "train_length": config.data.sequence,
+        "val_loss": [line["loss"] for line in lines if line["kind"] == "validation"][-1],
+        "best_val_loss": outcome.best_loss,
+        "tokens_per_second": config.tokens_per_step / statistics.median(steps),
+        "peak_memory_bytes": max(line["memory_bytes"] for line in training),
+        "seconds": sum(steps) * config.log.every,
+        **found,
+    }
+
+
+def _draw(directory: Path, model: Any, dataset: Path) -> None:
+    """The encoding's picture on the first words of the validation text."""
+    data, words = open_dataset(dataset), load_tokenizer(dataset)
+    shard = data.manifest.of("val")[0]
+    tokens = torch.from_numpy(data.read(shard, 0, min(PICTURE_TOKENS, shard.tokens)))
+    drawn = picture(model, tokens[None], [words.decode([token]) for token in tokens.tolist()])
+    write_whole(directory / PICTURE, json.dumps(drawn))
+
+
+def _write(directory: Path, said: dict[str, Any]) -> None:
+    write_whole(directory / EVALUATION, json.dumps(said, indent=1) + "\n")

@@ -1,0 +1,188 @@
+"""What a comparison is: the arms, the seeds, the recipe they share, the probes; and its directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from .. import __version__
+from .config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
+from .errors import LabError
+from .run_directory import write_whole
+from .tasks import build_task
+
+COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
+    "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
+)  # fmt: skip
+KV = "+kv"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison: an encoding, with or without KV-shift. Its label says both."""
+
+    label: str
+
+    @property
+    def encoding(self) -> str:
+        return self.label.removesuffix(KV)
+
+    @property
+    def kv_shift(self) -> bool:
+        return self.label.endswith(KV)
+
+    def applied(self, config: RunConfig, seed: int) -> RunConfig:
+        """The recipe for this arm."""
+        own = {"encoding": self.encoding, "kv_shift": self.kv_shift}
+        return validated(merged(config.model_dump(), {"seed": seed, "model": own}))
+
+    def described(self) -> dict[str, Any]:
+        return {"label": self.label, "encoding": self.encoding, "kv_shift": self.kv_shift}
+
+
+class Comparison(Section):
+    """Every arm is trained under one recipe, for every seed, with the same batches and first matrices."""
+
+    name: str
+    recipe: RunConfig
+    arms: Annotated[list[str], Field(min_length=1)]
+    seeds: Positive = 1
+    language: bool = Field(True, description="train on text; without it only the tasks")
+    evaluation_tokens: Positive = Field(16384, description="predictions at each length of the evaluation")
+    tasks: list[str] = Field([], description="probes of length generalisation")
+    probe: RunConfig
+    task_samples: Positive = Field(64, description="examples of each length and split")
+
+    def check(self) -> None:
+        """Refuse an unknown encoding, task or setting before anything is trained."""
+        for label in self.arms:
+            Arm(label).applied(self.recipe, 0).model.decoder(1)
+        for task in self.tasks:
+            build_task(task)
+        if not self.language and not self.tasks:
+            raise LabError("nothing to compare: language is off and no task is given")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a comparison."""
+
+    arm: Arm
+    seed: int
+    task: str | None = None
+
+    def directory(self, root: Path) -> Path:
+        folder = root / "runs" if self.task is None else root / "tasks" / self.task
+        return folder / f"{self.arm.label}-s{self.seed}"
+
+    def config(self, comparison: Comparison) -> RunConfig:
+        if self.task is None:
+            return self.arm.applied(comparison.recipe, self.seed)
+        source = {"data": {"source": f"task:{self.task}"}}
+        return self.arm.applied(validated(merged(comparison.probe.model_dump(), source)), self.seed)
+
+    @property
+    def title(self) -> str:
+        return " ".join(part for part in (self.task, self.arm.label, f"seed {self.seed}") if part)
+
+
+def load_comparison(
+    name: str,
+    *,
+    arms: Sequence[str] | None = None,
+    seeds: int | None = None,
+    tasks: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """A shipped comparison or a YAML file, with other arms, seeds or tasks, and settings over its recipe."""
+    tree = read_shipped(name, "comparisons", "comparison")
+    said = {
+        **tree,
+        "recipe": load(tree.get("recipe", "small"), overrides).model_dump(),
+        "probe": load(tree.get("probe", "probe")).model_dump(),
+    }
+    for key, value in (("arms", arms), ("seeds", seeds), ("tasks", tasks)):
+        if value is not None:
+            said[key] = value
+    comparison = checked(Comparison, said, list(Comparison.model_fields))
+    comparison.check()
+    return comparison
+
+
+def jobs(comparison: Comparison) -> Iterator[Job]:
+    """Seed by seed, so that an early look at the results is a fair one."""
+    for seed in range(comparison.seeds):
+        for label in comparison.arms:
+            if comparison.language:
+                yield Job(Arm(label), seed)
+    for task in comparison.tasks:
+        for seed in range(comparison.seeds):
+            yield from (Job(Arm(label), seed, task) for label in comparison.arms)
+
+
+def open_directory(root: Path, comparison: Comparison, threads: int) -> Comparison:
+    """Claim a directory for a comparison, or go on with the one there, which may gain arms, seeds or tasks.
+
+    Returns the comparison with all that the directory holds.
+    """
+    path = root / COMPARISON
+    if not path.exists():
+        if root.is_dir() and any(root.iterdir()):
+            raise LabError(f"{root} holds other files and no comparison; give an empty or new directory")
+    else:
+        comparison = _joined(root, comparison, threads)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(_described(comparison, threads), indent=2) + "\n")
+    except OSError as problem:
+        raise LabError(f"cannot write to {root}: {problem.strerror}; give another --out") from None
+    return comparison
+
+
+def _joined(root: Path, new: Comparison, threads: int) -> Comparison:
+    said = json.loads((root / COMPARISON).read_text())
+    old = checked(Comparison, said["comparison"], list(Comparison.model_fields))
+    fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name"}
+    changed = [name for name in sorted(fixed) if getattr(old, name) != getattr(new, name)]
+    if said["threads"] != threads:
+        changed.append(f"threads a run ({said['threads']} -> {threads}; see --jobs)")
+    if changed:
+        raise LabError(
+            f"{root} holds a comparison with another {', '.join(changed)}; results would not be comparable: "
+            "give the same settings, or another --out"
+        )
+    return new.model_copy(update={
+        "arms": [*old.arms, *(arm for arm in new.arms if arm not in old.arms)],
+        "tasks": [*old.tasks, *(task for task in new.tasks if task not in old.tasks)],
+        "seeds": max(old.seeds, new.seeds),
+    })  # fmt: skip
+
+
+def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
+    """What compare.json says; the first keys are what reports read."""
+    return {
+        "recipe": (comparison.recipe if comparison.language else comparison.probe).model_dump(),
+        "arms": [Arm(label).described() for label in comparison.arms],
+        "seeds": list(range(comparison.seeds)),
+        "tasks": comparison.tasks,
+        "versions": {
+            "grape-pe": __version__, "torch": torch.__version__, "python": platform.python_version(),
+        },
+        "machine": {
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "name": platform.machine(),
+        },
+        "command": " ".join(["grape", *sys.argv[1:]]),
+        "threads": threads,
+        "comparison": comparison.model_dump(),
+    }  # fmt: skip
