@@ -28,14 +28,13 @@ test-slow: install
 	$(BIN)/python -m pytest -n 2 -m slow
 
 demo: install
-	$(BIN)/python examples/five_lines.py
-	$(BIN)/python examples/own_encoding.py
-	$(BIN)/python examples/laws.py
+	$(BIN)/grape compare demo --out results/demo
 
 bench: install
 	$(BIN)/grape bench rotation
 	$(BIN)/grape bench attention
 	$(BIN)/grape bench decode
+	$(BIN)/grape bench train
 
 docs: install
 	$(BIN)/mkdocs build --strict

@@ -7,59 +7,58 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..models.extras import require
+from .errors import OK, CommandError
+from .parsers import Commands, add_command, add_json
+
 if TYPE_CHECKING:
     from ..lab.inspect import Histogram, Inspection, LayerInspection
 
+EXAMPLE = (
+    "grape inspect grape-ap --heads 4 --head-dim 32\n  grape inspect runs/x --layer 2 --html picture.html"
+)
 BARS = " ▁▂▃▄▅▆▇█"
 HEADS = 16
 HISTOGRAMS = 8
 
 
-def add_parser(commands: Any) -> None:
-    """Add `inspect` to the commands."""
-    parser = commands.add_parser(
-        "inspect",
-        help="what an encoding does: spectrum, reach, gates, laws",
-        description="Show one layer of a trained model, or an encoding by name at its initial state:\n"
-        "spectrum, reach of each head, gates, the relative law, and the singular values of the\n"
-        "action in closed form beside those of the explicit matrix.",
-        epilog="Examples:\n  grape inspect grape-ap --heads 4 --head-dim 32\n"
-        "  grape inspect out/run --layer 2 --html picture.html",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parsers(commands: Commands) -> None:
+    about = (
+        "Show one layer of a trained model, or an encoding by name at its initial state: spectrum, reach of\n"
+        "each head, gates, the relative law, and the singular values of the action, in closed form beside\n"
+        "those of the explicit matrix. --html writes its picture as a page."
     )
+    parser = add_command(commands, "inspect", run_inspect, "diagnose an encoding", EXAMPLE, about)
     parser.add_argument("what", metavar="CHECKPOINT|NAME", help="a run, a saved model, or a name")
     parser.add_argument("--layer", type=int, default=1, help="which layer to show (default: 1)")
     parser.add_argument("--heads", type=int, default=8, help="of an encoding by name (default: 8)")
     parser.add_argument("--head-dim", type=int, default=64, help="of an encoding by name (default: 64)")
-    parser.add_argument("--json", action="store_true", help="print everything, of all layers, as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the encoding's picture as a page")
-    parser.set_defaults(run=run)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture as a page")
+    add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    from ..lab.errors import LabError
+def run_inspect(options: argparse.Namespace) -> int:
+    require("rich", "lab")
     from ..lab.inspect import inspect
 
     found = inspect(options.what, options.heads, options.head_dim)
     if not 1 <= options.layer <= len(found.layers):
-        raise LabError(f"--layer must be from 1 to {len(found.layers)}, got {options.layer}")
+        raise CommandError(f"--layer must be from 1 to {len(found.layers)}, got {options.layer}")
     if options.html:
         from ..lab.report.page import picture_page, write_page
 
         write_page(picture_page(found.encoding, found.picture), options.html)
     if options.json:
         print(json.dumps(found.to_json(), indent=2))
-        return 0
+        return OK
     show(found, found.layers[options.layer - 1])
     if options.html:
         print(f"Picture: {options.html}")
-    return 0
+    return OK
 
 
 def show(found: Inspection, layer: LayerInspection) -> None:
     """Print one layer."""
-    from ..models.extras import require
-
     console = require("rich.console", "lab").Console(highlight=False, soft_wrap=True)
     named = "" if found.name == found.encoding else f"{found.encoding}, "
     which = f"layer {layer.layer + 1} of {len(found.layers)}, " if len(found.layers) > 1 else ""
@@ -95,8 +94,6 @@ def _spectrum_line(layer: LayerInspection) -> str:
 
 
 def _table(*columns: str) -> Any:
-    from ..models.extras import require
-
     table = require("rich.table", "lab").Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         table.add_column(column, justify="right")

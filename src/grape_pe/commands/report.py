@@ -5,26 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+
+from ..models.extras import require
+from .errors import OK
+from .parsers import Commands, add_command, add_json
+
+EXAMPLE = "grape report results/small results/more-seeds --out both.html"
 
 
-def add_parser(commands: Any) -> None:
-    """Add `report` to the commands."""
-    parser = commands.add_parser(
-        "report",
-        help="write the report of one or several comparisons",
-        description="Read directories written by `grape compare` and write one self-contained page.\n"
-        "Several directories are merged: the same encoding under the same recipe counts as more seeds.",
-        epilog="Example: grape report out/small out/small-more-seeds --out both.html",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parsers(commands: Commands) -> None:
+    about = (
+        "Read directories written by grape compare and write one self-contained page. Several are merged:\n"
+        "the same encoding under the same recipe counts as more seeds; other recipes are flagged."
     )
+    parser = add_command(commands, "report", run_report, "write the report of comparisons", EXAMPLE, about)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the first directory)")
-    parser.add_argument("--json", action="store_true", help="print the ranking as JSON instead of a table")
-    parser.set_defaults(run=run)
+    add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_report(options: argparse.Namespace) -> int:
+    require("plotly", "lab")
     from ..lab.report import read_results, report_page, results_json, table
     from ..lab.report.page import write_page
     from ..lab.report.verdict import verdict
@@ -33,10 +34,10 @@ def run(options: argparse.Namespace) -> int:
     out = write_page(report_page(results), options.out or options.directories[0] / "report.html")
     if options.json:
         print(json.dumps({**results_json(results), "report": str(out)}, indent=2))
-        return 0
+        return OK
     print(table(results))
     print(f"\n{verdict(results).headline}\n")
     for note in results.notes:
         print(f"Note: {note}")
     print(f"Report: {out}")
-    return 0
+    return OK

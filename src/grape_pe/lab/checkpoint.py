@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -32,6 +33,8 @@ from .world import World
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 STATE = "state.json"
+#: readers and writers wrap what went wrong in errors of their own, and torch's is no Exception
+FAILURES = (Exception, CheckpointException)
 HIDDEN = ".part-"
 #: a parameter without a gradient has no optimizer state, which is no error
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -118,16 +121,16 @@ class Checkpoints:
             if self.world.first:
                 os.replace(scratch, final)
                 self._prune()
-        except Exception as problem:  # the writer wraps what went wrong in errors of its own
+        except FAILURES as problem:
             if self.world.first:
                 shutil.rmtree(scratch, ignore_errors=True)
             return self._unwritable(problem)
         return None
 
-    def _unwritable(self, problem: Exception) -> str:
+    def _unwritable(self, problem: BaseException) -> str:
         last = self.found()
         kept = f"the last good checkpoint is {last[-1]}" if last else "there is no earlier checkpoint"
-        return f"cannot write a checkpoint to {self.directory}: {_cause(problem)}; {kept}"
+        return f"cannot write a checkpoint to {self.directory}: {cause(problem)}; {kept}"
 
     def _prune(self) -> None:
         found = self.found()
@@ -166,9 +169,9 @@ def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
-    except Exception as problem:
+    except FAILURES as problem:
         raise LabError(
-            f"cannot read the checkpoint {checkpoint}: {_cause(problem)}; "
+            f"cannot read the checkpoint {checkpoint}: {cause(problem)}; "
             "if it is damaged, remove that directory and the one before it is used"
         ) from None
 
@@ -196,10 +199,10 @@ def _future(writing: Any) -> Future[Any]:
     return writing if isinstance(writing, Future) else writing.upload_completion
 
 
-def _cause(problem: BaseException) -> str:
+def cause(problem: BaseException) -> str:
     """The first line of what really went wrong, below what wrapped it."""
     inner = list(getattr(problem, "failures", {}).values())
     if inner:
-        return _cause(inner[0][0])
+        return cause(inner[0][0])
     said = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
     return said.strip().splitlines()[0] if said.strip() else type(problem).__name__

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ..models import Decoder, DecoderConfig, load_decoder, save_decoder
-from .checkpoint import load_weights
+from .checkpoint import cause, load_weights
 from .errors import LabError
 from .feed import Feed, open_feed
 from .run_directory import CONFIG, read_config
@@ -31,8 +31,11 @@ def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed:
             from .data import hf_tokenizer
 
             hf_tokenizer(feed.directory).save_pretrained(str(directory))
-    except OSError as problem:
-        raise LabError(f"cannot write {directory}: {problem.strerror}") from None
+    except Exception as problem:  # a full disk is an error of their own in safetensors and tokenizers
+        raise LabError(
+            f"cannot write {directory}: {cause(problem)}; "
+            "the checkpoints are whole: put it right and go on with --resume"
+        ) from None
 
 
 def load_model(path: str | os.PathLike[str]) -> Decoder:

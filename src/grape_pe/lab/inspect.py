@@ -26,7 +26,7 @@ from ..encodings.additive import FoX, PhaseSlope
 from ..encodings.base import NoPE
 from ..encodings.path import PaTH
 from ..encodings.rotary import ContextualRotary
-from ..models import Decoder, load_decoder
+from ..models import Decoder
 from ..testing import TOL, scores
 from .errors import LabError
 from .observe import (
@@ -155,35 +155,36 @@ def _unknown(what: str) -> str:
 
 def inspect_checkpoint(directory: Path) -> Inspection:
     """Inspect a trained model on a sample text."""
-    where = next((d for d in (directory / "final", directory) if (d / "config.json").is_file()), None)
-    if where is None:
-        raise LabError(
-            f"no model in {directory}: expected final/config.json or config.json; is the run finished?"
-        )
+    from .final import load_model
+
     try:
-        model = load_decoder(where)
+        model = load_model(directory)
     except (OSError, ValueError) as problem:
-        raise LabError(f"cannot load {where}: {problem}") from None
+        raise LabError(str(problem)) from None
     broken = [name for name, tensor in model.state_dict().items() if not bool(tensor.isfinite().all())]
     if broken:
         raise LabError(
-            f"the model in {where} diverged: {broken[0]} and {len(broken) - 1} others are not finite"
+            f"the model in {directory} diverged: {broken[0]} and {len(broken) - 1} others are not finite"
         )
-    tokens, words, about = _sample_text(where, model)
+    tokens, words, about = _sample_text(directory, model)
     views = observe(model, tokens)
     return _inspection(str(directory), model.config.encoding, about, views, picture(model, tokens, words))
 
 
 def _sample_text(where: Path, model: Decoder) -> tuple[Tensor, list[str], str]:
     """The sample text in the model's own tokens; random tokens where it has no tokenizer."""
-    path = where / "tokenizer.json"
-    if path.is_file():
-        from ..models.extras import require
+    from .data import load_tokenizer
+    from .final import tokenizer_directory
 
-        tokenizer = require("tokenizers", "lab").Tokenizer.from_file(str(path))
-        ids = tokenizer.encode(TEXT).ids[:256]
-        if len(ids) > 1 and max(ids) < model.config.vocab_size:
-            return torch.tensor(ids), [tokenizer.decode([i]) for i in ids], f"a text of {len(ids)} tokens"
+    try:
+        tokenizer = load_tokenizer(tokenizer_directory(where))
+    except LabError:  # a model of a generated task, or one saved by hand
+        return _random_tokens(model)
+    ids = tokenizer.encode(TEXT)[:256]
+    return torch.tensor(ids), [tokenizer.decode([i]) for i in ids], f"a text of {len(ids)} tokens"
+
+
+def _random_tokens(model: Decoder) -> tuple[Tensor, list[str], str]:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(model.config.vocab_size, (128,), generator=generator)
     return drawn, [str(i) for i in drawn.tolist()], "128 random tokens, for want of a tokenizer"

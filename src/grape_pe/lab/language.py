@@ -96,7 +96,7 @@ def evaluate_language(
     *,
     factors: Sequence[int] = FACTORS,
     windows: Sequence[int | None] | None = None,
-    tokens: int = 1 << 14,
+    tokens: int = 1 << 13,
     seed: int = 0,
     chunk: int = 512,
 ) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def encoding_picture(encoding: Encoding, name: str, tokens: int = 128) -> dict[s
 @torch.no_grad()
 def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, Any]:
     """The picture of layers that were observed."""
-    at = distances(views[0].length)
+    at, fine = distances(views[0].length), _fine(views[0].length)
     attention = {view.layer: view.attention() for view in views}
     biased = views[0].bias() is not None
     return {
@@ -80,7 +80,8 @@ def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, An
         "words": [word[:16] for word in words[:WINDOW]],
         "distances": at,
         "bias": [curve for view in views for curve in _curves(view.layer, view.bias(), at)],
-        "kernel": [curve for view in views for curve in _curves(view.layer, rotation_kernel(view), at)],
+        "kernel": [curve for view in views for curve in _curves(view.layer, rotation_kernel(view), fine)],
+        "kernel_distances": fine,
         "spectrum": [entry for view in views for entry in _spectrum(view)],
         "gates": [entry for view in views for entry in _gates(view)],
         "singular": [entry for view in views for entry in _singular(view, at)],
@@ -94,6 +95,11 @@ def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, An
         ],
         "breaks_relative_law": views[0].encoding.breaks_relative_law,
     }
+
+
+def _fine(length: int) -> list[int]:
+    """Dense enough for the fastest planes, which turn once in six tokens."""
+    return [*range(min(length, 64)), *range(64, length, 2)]
 
 
 def _or(first: Tensor | None, second: Tensor) -> Tensor:

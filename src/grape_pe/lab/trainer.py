@@ -12,6 +12,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Decoder
+from ..models.extras import require
 from .checkpoint import Checkpoints, Progress
 from .config import RunConfig
 from .data import Batch, prefetch
@@ -57,6 +59,7 @@ def train(
         resume: continue from the newest checkpoint there; from nothing, start.
         quiet: no progress line.
     """
+    _check_installed(config)
     with world() as among:
         check_split(config, among.size)
         config.model.decoder(1)  # a wrong encoding is told before any data are read
@@ -75,6 +78,16 @@ def train(
             raise LabError(_stopped_by(failed, directory.path)) from None
         finally:
             directory.close()
+
+
+def _check_installed(config: RunConfig) -> None:
+    """What a run needs only later is asked for at its beginning."""
+    later = ["safetensors", "tokenizers", "transformers", *["tensorboard"] * config.log.tensorboard]
+    for module in later:
+        if find_spec(module) is None:
+            require(module, "lab")
+    if config.log.wandb:
+        require("wandb", "wandb")
 
 
 def _stopped_by(problem: OSError, directory: Path) -> str:

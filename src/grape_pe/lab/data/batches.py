@@ -18,7 +18,6 @@ from ..errors import LabError
 from .dataset import Dataset
 from .permutation import permute
 
-NOT_PREDICTED = -100  # torch's cross-entropy leaves such targets out
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class DatasetBatches:
 
     Args:
         sequence: T, the number of inputs in a row. batch: rows in the global batch of a step.
-        documents: also give document ids; then the first token of the next document is not predicted.
+        documents: also give document ids, for attention that stays inside each document.
     """
 
     def __init__(self, dataset: Dataset, sequence: int, batch: int, seed: int = 0, documents: bool = False):
@@ -122,9 +121,7 @@ class DatasetBatches:
             return Batch(tokens, targets)
         starts = tokens == self.dataset.eos
         starts[:, 0] = False  # a row begins in its document 0, whether or not that begins here
-        return Batch(
-            tokens, targets.masked_fill(targets == self.dataset.eos, NOT_PREDICTED), starts.cumsum(1)
-        )
+        return Batch(tokens, targets, starts.cumsum(1))
 
 
 def _check_rows(rows: range, count: int, what: str) -> None:

@@ -63,6 +63,16 @@ def doubling_axis(title: str, top: float) -> dict[str, Any]:
     return axis(title, type="log", tickvals=ticks, ticktext=[f"{t:,}" for t in ticks])
 
 
+def decade_axis(title: str, values: Iterable[float | None]) -> dict[str, Any]:
+    """A logarithmic axis with a few ticks at powers of ten."""
+    known = [v for v in values if v is not None and v > 0]
+    low, high = (math.log10(f(known, default=1.0)) for f in (min, max))
+    first, last = math.floor(low), math.ceil(high)
+    powers = range(first, last + 1, max(1, -(-(last - first) // 6)))
+    names = [f"{10.0**k:g}" if -3 <= k <= 5 else f"10<sup>{k}</sup>" for k in powers]
+    return axis(title, type="log", tickvals=[10.0**k for k in powers], ticktext=names)
+
+
 def short(value: float) -> float:
     """Six digits: what a figure can show, a third of the bytes."""
     return float(f"{value:.6g}")

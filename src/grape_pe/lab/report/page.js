@@ -45,7 +45,6 @@
       const own = layout[name] || {};
       out[name] = { ...axis, ...own, tickfont: { ...axis.tickfont, ...own.tickfont } };
       if (own.title) out[name].title = { ...title, ...own.title };
-      if (own.type === "log" && !own.tickvals) Object.assign(out[name], { dtick: 1, tickformat: "~g" });
     }
     return out;
   }
@@ -57,6 +56,8 @@
       ({ ...trace, visible: !(trace.meta && hidden.has(trace.meta.arm)) }));
     for (const trace of data) {
       if (trace.colorbar) trace.colorbar.tickfont = { color: variable("--muted"), size: 10 };
+      const columns = trace.texttemplate && trace.z && trace.z.length ? trace.z[0].length : 1;
+      if (columns * 34 > plot.clientWidth - 90 && columns > 8) trace.texttemplate = "";  // would not fit the cells
     }
     plot.dataset.drawn = "yes";
     return Plotly.react(plot, data, themed(resolved(figure.layout)), { displayModeBar: false, responsive: true });
@@ -84,14 +85,25 @@
       draw(plot);
     }));
 
-  document.querySelectorAll(".chip").forEach((chip) =>
+  const chips = [...document.querySelectorAll(".chip")];
+
+  function hide(arms) {
+    hidden.clear();
+    arms.forEach((arm) => hidden.add(arm));
+    chips.forEach((chip) => chip.setAttribute("aria-pressed", String(!hidden.has(chip.dataset.arm))));
+    redraw();
+  }
+
+  for (const chip of chips) {
+    const arm = chip.dataset.arm;
     chip.addEventListener("click", () => {
-      const arm = chip.dataset.arm;
-      const shown = hidden.delete(arm);
-      if (!shown) hidden.add(arm);
-      chip.setAttribute("aria-pressed", String(shown));
-      redraw();
-    }));
+      hide(hidden.has(arm) ? [...hidden].filter((other) => other !== arm) : [...hidden, arm]);
+    });
+    chip.addEventListener("dblclick", () => {
+      const others = chips.map((each) => each.dataset.arm).filter((other) => other !== arm);
+      hide(others.every((other) => hidden.has(other)) ? [] : others);
+    });
+  }
 
   document.querySelectorAll("thead button").forEach((button) =>
     button.addEventListener("click", () => sortBy(button)));

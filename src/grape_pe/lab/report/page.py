@@ -191,7 +191,7 @@ def _legend(arms: Sequence[Arm], looks: Looks) -> str:
         f"{_swatch(looks[arm.label])}{escape(arm.label)}</button>"
         for arm in arms
     )
-    return f'<div class="legend"><p>Click to hide or show</p>{chips}</div>'
+    return f'<div class="legend"><p>Click hides and shows, a double click shows one alone</p>{chips}</div>'
 
 
 def _tasks(results: Results) -> Section:

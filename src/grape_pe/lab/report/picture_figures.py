@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figure import Figure, Trace, View, axis, doubling_axis, heatmap, one_view
+from .figure import Figure, Trace, View, axis, decade_axis, doubling_axis, heatmap, one_view
 from .scores import SCORE_SCALE
 from .style import Style
 
@@ -98,7 +98,7 @@ def _kernel(picture: Picture, style: Style, key: str) -> Figure | None:
         "Rotation against distance",
         "How much of a match survives the rotation: the mean score of a vector with itself so many tokens "
         "away, 1 at distance 0. It falls as fast planes fall out of step, and swings where few are left.",
-        _by_layer(picture["kernel"], picture["distances"], style),
+        _by_layer(picture["kernel"], picture["kernel_distances"], style),
         {
             "xaxis": doubling_axis("distance (tokens)", picture["tokens"]),
             "yaxis": axis("tr G / D", range=[-0.35, 1.05]),
@@ -134,7 +134,7 @@ def _spectrum(picture: Picture, style: Style, key: str) -> Figure | None:
         + ("The dotted line is where learning began; look for planes that left it." if learned else
            "Short wavelengths tell neighbours apart, long ones carry coarse position."),
         one_view(data),
-        {"xaxis": axis("plane"), "yaxis": axis("wavelength (tokens)", type="log"), **LEGEND},
+        {"xaxis": axis("plane"), "yaxis": decade_axis("wavelength (tokens)", [w for t in data for w in t["y"]]), **LEGEND},
     )  # fmt: skip
 
 
@@ -220,6 +220,7 @@ def _triangle(rows: Sequence[Sequence[float | None]], words: Sequence[str], bias
 
 def _singular(picture: Picture, style: Style, key: str) -> Figure | None:
     at, entries = picture["distances"], picture["singular"]
+    seen = [v for e in entries for v in (*e["larger"], *e["smaller"])]
     views = []
     for layer in _layers(entries):
         mine = [e for e in entries if e["layer"] == layer]
@@ -238,7 +239,7 @@ def _singular(picture: Picture, style: Style, key: str) -> Figure | None:
         views,
         {
             "xaxis": doubling_axis("distance (tokens)", picture["tokens"]),
-            "yaxis": axis("singular value", type="log"),
+            "yaxis": decade_axis("singular value", seen),
             **LEGEND,
         },
     )

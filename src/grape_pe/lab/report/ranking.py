@@ -19,6 +19,7 @@ class Row:
     behind: Summary | None
     long_loss: Summary | None
     growth: Summary | None
+    solved: Mapping[int, float]
     tasks: Summary | None
     speed: Summary | None
     memory: Summary | None
@@ -26,8 +27,8 @@ class Row:
 
 
 def ranking(results: Results) -> list[Row]:
-    """Rows by validation loss; arms without one come last, in the order they were given."""
-    arms = sorted(results.arms, key=lambda arm: _mean_loss(arm))
+    """Rows by validation loss; without one, by the share of tasks solved."""
+    arms = sorted(results.arms, key=lambda arm: (_mean_loss(arm), -_mean_solved(arm)))
     best = arms[0].values(lambda run: run.val_loss) if arms else {}
     return [_row(arm, best, results) for arm in arms]
 
@@ -35,6 +36,11 @@ def ranking(results: Results) -> list[Row]:
 def _mean_loss(arm: Arm) -> float:
     summary = summarize(list(arm.values(lambda run: run.val_loss).values()))
     return float("inf") if summary is None else summary.mean
+
+
+def _mean_solved(arm: Arm) -> float:
+    summary = summarize(list(task_scores(arm).values()))
+    return -1.0 if summary is None else summary.mean
 
 
 def _row(arm: Arm, best: Mapping[int, float], results: Results) -> Row:
@@ -48,6 +54,7 @@ def _row(arm: Arm, best: Mapping[int, float], results: Results) -> Row:
         behind=paired_difference(losses, best) if losses != best else None,
         long_loss=summarize(list(far.values())),
         growth=paired_difference(far, near),
+        solved=task_scores(arm),
         tasks=summarize(list(task_scores(arm).values())),
         speed=summarize(list(arm.values(lambda run: run.tokens_per_second).values())),
         memory=summarize(list(arm.values(lambda run: run.peak_memory_bytes).values())),

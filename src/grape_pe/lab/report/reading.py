@@ -117,7 +117,9 @@ def _arms(directory: Path, said: Mapping[str, Any], recipe: int, notes: list[str
         seeds = dict.fromkeys(
             (*(said.get("seeds") or ()), *(seed for _, name, seed, _ in stored if name == label))
         )
-        runs = {seed: _language_run(directory, label, seed, stored, notes) for seed in seeds}
+        on_text = said.get("comparison", {}).get("language", True)
+        text_seeds = seeds if on_text else ()
+        runs = {seed: _language_run(directory, label, seed, stored, notes) for seed in text_seeds}
         scores = [
             score
             for task in said.get("tasks") or ()
@@ -155,7 +157,7 @@ def _stored(directory: Path, notes: list[str]) -> Stored:
     """results.jsonl by (kind, label, seed, task): what stands in for runs whose directories are gone."""
     lines = read_lines(directory / "results.jsonl", notes)
     return {
-        (line.get("kind", "language"), line["label"], line["seed"], line.get("task", "")): line
+        (line.get("kind", "language"), line["label"], line["seed"], line.get("task") or ""): line
         for line in lines
         if "label" in line and "seed" in line
     }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from .figure import Figure, Trace, axis, heatmap, one_view, short
+from .figure import Figure, Trace, View, axis, heatmap, one_view, short
 from .ranking import Row, ranking
 from .results import Arm, LanguageRun, Results, TaskScore
 from .style import Style
 
 Looks = Mapping[str, Style]
+Kind = Literal["exact", "token"]
+KINDS: dict[Kind, str] = {"exact": "samples solved exactly", "token": "tokens of answers that are right"}
 SCORE_SCALE = [[0.0, "var(--score-0)"], [0.5, "var(--score-1)"], [1.0, "var(--score-2)"]]
 ROW_HEIGHT = 26
 
@@ -145,43 +148,51 @@ def task_figures(results: Results) -> list[Figure]:
 
 def _task_figure(results: Results, task: str) -> Figure | None:
     scored = [arm for arm in results.arms if any(s.task == task for s in arm.scores)]
-    columns = sorted({(s.split, s.length) for arm in scored for s in arm.scores if s.task == task})
-    if not columns:
+    found = [s for arm in scored for s in arm.scores if s.task == task]
+    if not found:
         return None
-    splits = list(dict.fromkeys(split for split, _ in columns))
-    names = [f"{length}" if len(splits) == 1 else f"{split} {length}" for split, length in columns]
-    order = sorted(scored, key=lambda arm: _mean_exact(arm, task) or 0.0)
-    z = [[_mean_exact(arm, task, column) for column in columns] for arm in order]
+    splits = list(dict.fromkeys(s.split for s in found))
+    columns = sorted({(s.split, s.length) for s in found}, key=lambda c: (splits.index(c[0]), c[1]))
+    lengths = [str(length) for _, length in columns]
+    x = lengths if len(splits) == 1 else [[split for split, _ in columns], lengths]
+    order = sorted(scored, key=lambda arm: _mean_of(arm, task, "exact") or 0.0)
+    labels = [arm.label for arm in order]
+    views = [
+        View(name, [_scores([[_mean_of(arm, task, kind, c) for c in columns] for arm in order], x, labels)])
+        for kind, name in KINDS.items()
+    ]
     return Figure(
         f"task-{task}",
         task,
-        "Share of samples solved exactly, mean over seeds; columns are lengths. The best encoding on average "
-        "is on top. Look to the right, where samples are longer than in training.",
-        one_view([_scores(z, names, [arm.label for arm in order])]),
+        "In percent, mean over seeds; columns are lengths. The best encoding on average is on top. Look to the "
+        "right, where samples are longer than in training.",
+        views,
         {
-            "xaxis": {"type": "category", "tickangle": 0 if len(names) < 8 else -60},
+            "xaxis": {"type": "category"} if len(splits) == 1 else {"type": "multicategory"},
             "yaxis": {"type": "category"},
         },
+        choose="Share of",
         height=110 + ROW_HEIGHT * max(len(order), 3),
     )
 
 
-def _mean_exact(arm: Arm, task: str, column: tuple[str, int] | None = None) -> float | None:
-    return _mean([s for s in arm.scores if s.task == task and column in (None, (s.split, s.length))])
+def _mean_of(arm: Arm, task: str, kind: Kind, column: tuple[str, int] | None = None) -> float | None:
+    return _mean([s for s in arm.scores if s.task == task and column in (None, (s.split, s.length))], kind)
 
 
-def _mean(scores: Sequence[TaskScore]) -> float | None:
-    values = [score.exact for score in scores if score.exact is not None]
+def _mean(scores: Sequence[TaskScore], kind: Kind = "exact") -> float | None:
+    found = [score.exact if kind == "exact" else score.token for score in scores]
+    values = [value for value in found if value is not None]
     return short(sum(values) / len(values)) if values else None
 
 
-def _scores(z: Sequence[Sequence[float | None]], x: Sequence[str], y: Sequence[str]) -> Trace:
+def _scores(z: Sequence[Sequence[float | None]], x: Sequence[Any], y: Sequence[str]) -> Trace:
     """Scores from 0 to 1 on a fixed scale, with the numbers in the cells where they fit."""
     cells = [["" if v is None else f"{100 * v:.0f}" for v in row] for row in z]
     return heatmap(
         z, x, y, zmin=0, zmax=1, colorscale=SCORE_SCALE, showscale=False, text=cells,
-        texttemplate="%{text}" if len(x) <= 18 else "", textfont={"size": 11, "color": "var(--ink)"},
-        hovertemplate="%{y}, %{x}: %{z:.1%}<extra></extra>",
+        texttemplate="%{text}", textfont={"size": 11, "color": "var(--ink)"},
+        hovertemplate="%{y}, %{x}: %{z:.2%}<extra></extra>",
     )  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from .results import Arm
 
-# Eight hues a palette, found by search: to normal eyes and with simulated protanopia, deuteranopia and
-# tritanopia any two are at least 12 apart in OKLab (x 100); each has 3:1 contrast or more with the ground.
-LIGHT = ("#1b62c2", "#eb6d0b", "#11a499", "#9d377c", "#a87aec", "#57590f", "#19168c", "#550932")
-DARK = ("#1d77e0", "#f78a13", "#45c195", "#bd3998", "#bea3fd", "#82762b", "#97fdfb", "#f5e31e")
+# Nine hues a palette, found by search: to normal eyes and with simulated protanopia, deuteranopia and
+# tritanopia the first eight are at least 12 apart in OKLab (x 100), the ninth 8 from any; each has 3:1
+# contrast or more with the ground.
+LIGHT = ("#1b62c2", "#eb6d0b", "#11a499", "#9d377c", "#a87aec", "#57590f", "#19168c", "#550932", "#906c63")
+DARK = ("#1d77e0", "#f78a13", "#45c195", "#bd3998", "#bea3fd", "#82762b", "#97fdfb", "#f5e31e", "#998b9c")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
 
@@ -37,7 +38,7 @@ class Style:
 
 def styles(arms: Sequence[Arm]) -> dict[str, Style]:
     """Label to style. Arms of one encoding (with and without KV-shift) share a hue and differ in dash;
-    from the ninth encoding on, hues come again with other dashes."""
+    from the tenth encoding on, hues come again with other dashes."""
     families: dict[str, int] = {}
     used: dict[int, int] = {}
     out = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,14 +19,14 @@ def table(results: Results) -> str:
     """The ranking as text of at most 100 columns: mean ± spread over seeds, best validation loss first."""
     rows = ranking(results)
     columns = [("encoding", [row.label for row in rows])]
-    columns.append(("val loss", [_loss(row.val_loss) or row.status or "-" for row in rows]))
     optional = [
+        ("val loss", [_loss(row.val_loss) or row.status for row in rows]),
         ("95% interval", [_interval(row.val_loss) for row in rows]),
         (f"at {results.stretch}", [_loss(row.long_loss, 3) for row in rows]),
         ("tasks", [_percent(row.tasks) for row in rows]),
         ("tok/s", [f"{row.speed.mean:,.0f}" if row.speed else "" for row in rows]),
         ("memory", [f"{row.memory.mean / MEGABYTE:,.0f} MB" if row.memory else "" for row in rows]),
-        ("seeds", [str(row.val_loss.count) if row.val_loss else "0" for row in rows]),
+        ("seeds", [str(len(row.losses) or len(row.solved)) for row in rows]),
     ]
     columns += [column for column in optional if any(column[1])]
     footer = _footer(rows)
@@ -72,10 +73,17 @@ def _percent(summary: Summary | None) -> str:
     return "" if summary is None else f"{100 * summary.mean:.1f}%"
 
 
+def _by_seed(values: Mapping[int, float]) -> dict[str, float]:
+    return {str(seed): value for seed, value in values.items()}
+
+
 def results_json(results: Results) -> dict[str, Any]:
     """The ranking and the verdict for scripts: every summary with mean, count, spread, low and high."""
     said = verdict(results)
-    rows = [{**asdict(row), "losses": {str(s): v for s, v in row.losses.items()}} for row in ranking(results)]
+    rows = [
+        {**asdict(row), "losses": _by_seed(row.losses), "solved": _by_seed(row.solved)}
+        for row in ranking(results)
+    ]
     return {
         "ranking": rows,
         "verdict": asdict(said),

@@ -21,9 +21,10 @@ class Verdict:
 
 def verdict(results: Results) -> Verdict:
     """What the comparison says about "which encoding should I use?"."""
-    rows = [row for row in ranking(results) if row.val_loss is not None]
+    every = ranking(results)
+    rows = [row for row in every if row.val_loss is not None]
     if not rows:
-        return Verdict("There is no finished run yet, so there is nothing to rank.", (), None, ())
+        return _task_verdict([row for row in every if row.tasks is not None])
     best, others = rows[0], rows[1:]
     if not others:
         return Verdict(
@@ -34,6 +35,25 @@ def verdict(results: Results) -> Verdict:
         )
     tied = tuple(row.label for row in others if not _separated(best, row, len(others)))
     return Verdict(_headline(rows, tied), tuple(_details(results, rows)), best.label, tied)
+
+
+def _task_verdict(rows: list[Row]) -> Verdict:
+    """Without text to model, the tasks decide."""
+    if not rows:
+        return Verdict("There is no finished run yet, so there is nothing to rank.", (), None, ())
+    best, others = rows[0], rows[1:]
+    lead = f"{best.label} solves most of the tasks, {_percent(best.tasks)} exactly"
+    gaps = {row.label: paired_difference(best.solved, row.solved, len(others)) for row in others}
+    tied = tuple(label for label, gap in gaps.items() if gap is None or not gap.excludes_zero)
+    if not others:
+        said = f"{lead}."
+    elif all(len(row.solved) == 1 for row in rows):
+        said = f"{lead}. With one seed for each encoding there is no telling whether that is luck."
+    elif tied:
+        said = f"{lead}, but {_listed(tied)} cannot be told apart from it beyond the spread of the seeds."
+    else:
+        said = f"{lead}, beyond the spread of the seeds against every other."
+    return Verdict(said, (), best.label, tied)
 
 
 def _separated(best: Row, other: Row, comparisons: int) -> bool:

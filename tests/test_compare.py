@@ -1,0 +1,167 @@
+"""Comparing encodings: what is compared, that it can be interrupted anywhere, that it is fair."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grape_pe.lab.compare import compare
+from grape_pe.lab.comparison import Arm, jobs, load_comparison
+from grape_pe.lab.config import flat, load
+from grape_pe.lab.errors import LabError
+from grape_pe.lab.optimization import initialise
+from grape_pe.lab.report import read_results, table
+from grape_pe.models import Decoder
+
+TINY = {
+    "model.width": 32, "model.layers": 1, "model.heads": 2, "data.sequence": 32, "train.steps": 6,
+    "train.warmup": 1, "train.batch": 2, "train.eval_sequences": 4, "train.eval_every": 3,
+    "train.checkpoint_every": 2, "log.tensorboard": False, "data.tokenizer": "bytes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A small prepared dataset."""
+    from grape_pe.lab.data import open_source, prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    text = folder / "text"
+    text.mkdir()
+    for number in range(40):
+        words = [f"word{(number * 7 + i * i) % 23}" for i in range(120)]
+        (text / f"{number:02d}.txt").write_text(" ".join(words))
+    prepare(open_source([str(text)]), folder / "data", tokenizer="bytes", workers=1)
+    return folder / "data"
+
+
+def tiny(corpus: Path, **more):
+    settings = {**TINY, "data.source": str(corpus), **more.pop("settings", {})}
+    return load_comparison("demo", overrides=settings, **more).model_copy(update={"evaluation_tokens": 512})
+
+
+def losses(root: Path) -> list[tuple[str, int, float]]:
+    """What the final table is made of, without times."""
+    found = [json.loads(line) for line in (root / "results.jsonl").read_text().splitlines()]
+    return [(each["label"], each["seed"], each["val_loss"], each["extrapolation"]) for each in found]
+
+
+def test_a_comparison_ends_with_a_table_and_a_report(corpus, tmp_path):
+    comparison = tiny(corpus, arms=["rope", "grape-ap+kv"], seeds=2)
+    report = compare(comparison, tmp_path / "out", quiet=True)
+    assert report.stat().st_size > 100_000
+    said = table(read_results([tmp_path / "out"]))
+    assert "rope" in said and "grape-ap+kv" in said
+    done = losses(tmp_path / "out")
+    assert [(label, seed) for label, seed, *_ in done] == [
+        ("rope", 0), ("grape-ap+kv", 0), ("rope", 1), ("grape-ap+kv", 1),
+    ]  # fmt: skip
+    assert all(loss is not None and 1 < loss < 8 for _, _, loss, _ in done)
+    again = losses(tmp_path / "out")
+    compare(tiny(corpus, arms=["rope", "grape-ap+kv"], seeds=2), tmp_path / "out", quiet=True)
+    assert losses(tmp_path / "out") == again
+
+
+def test_arms_share_everything_but_their_encoding():
+    config = load("small")
+    ours, theirs = (flat(Arm(label).applied(config, 3)) for label in ("rope", "fox+kv"))
+    assert {name for name in ours if ours[name] != theirs[name]} == {"model.encoding", "model.kv_shift"}
+    first, second = (
+        Decoder(Arm(label).applied(config, 3).model.decoder(64)) for label in ("rope", "grape-ap+kv")
+    )
+    for model in (first, second):
+        initialise(model, 3)
+    weights = first.state_dict()
+    shared = [name for name, t in second.state_dict().items() if name in weights and "encoding" not in name]
+    assert len(shared) > 10
+    assert all(torch.equal(weights[name], second.state_dict()[name]) for name in shared)
+
+
+def test_seeds_come_one_after_the_other():
+    order = [(job.seed, job.arm.label) for job in jobs(load_comparison("small", arms=["rope", "fox"]))]
+    assert order == [(0, "rope"), (0, "fox"), (1, "rope"), (1, "fox"), (2, "rope"), (2, "fox")]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"name": "demmo"}, "did you mean demo"),
+        ({"name": "demo", "arms": ["grap-ap"]}, "grape-ap"),
+        ({"name": "demo", "tasks": ["flipflop"]}, "flip-flop"),
+        ({"name": "demo", "arms": []}, "arms"),
+        ({"name": "demo", "overrides": {"train.stepz": 3}}, "train.steps"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compared_is_said_at_once(arguments, said):
+    with pytest.raises(LabError, match=said):
+        load_comparison(**arguments)
+
+
+def test_other_settings_in_one_directory_are_refused(corpus, tmp_path):
+    compare(tiny(corpus, arms=["rope"]), tmp_path / "out", quiet=True)
+    before = losses(tmp_path / "out")
+    with pytest.raises(LabError, match="recipe"):
+        compare(tiny(corpus, arms=["rope"], settings={"train.lr": 1e-4}), tmp_path / "out", quiet=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(LabError, match="other files"):
+        compare(tiny(corpus, arms=["rope"]), tmp_path / "mine", quiet=True)
+    assert losses(tmp_path / "out") == before
+    compare(tiny(corpus, arms=["alibi"]), tmp_path / "out", quiet=True)  # an arm may be added
+    assert {label for label, *_ in losses(tmp_path / "out")} == {"rope", "alibi"}
+
+
+def test_a_run_that_diverges_is_reported_as_such(corpus, tmp_path):
+    wild = {"train.lr": 1e18, "train.min_lr": 0.0, "train.clip": 0.0}
+    compare(tiny(corpus, arms=["rope"], settings=wild), tmp_path / "out", quiet=True)
+    assert losses_or_none(tmp_path / "out") == [None]
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def losses_or_none(root: Path) -> list[float | None]:
+    return [json.loads(line)["val_loss"] for line in (root / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_probe_is_trained_and_scored(tmp_path):
+    comparison = load_comparison("probes", arms=["alibi"], tasks=["copy"])
+    shorter = load({"base": "probe", "train": {"steps": 4, "warmup": 1, "checkpoint_every": 2, "batch": 2}})
+    compare(
+        comparison.model_copy(update={"probe": shorter, "task_samples": 2}), tmp_path / "out", quiet=True
+    )
+    (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["task"] == "copy" and len({score["length"] for score in found["scores"]}) == 5
+
+
+def command(corpus: Path, out: Path) -> list[str]:
+    settings = {**TINY, "data.source": str(corpus), "train.steps": 20}
+    options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    start = [sys.executable, "-m", "grape_pe.cli", "compare", "demo", "--encodings", "rope,fox", "--jobs", "2"]
+    return [*start, "--quiet", "--out", str(out), *options]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_ends_with_the_same_table(corpus, tmp_path):
+    subprocess.run(command(corpus, tmp_path / "whole"), check=True, capture_output=True)
+    dice = random.Random(0)
+    for _ in range(8):
+        running = subprocess.Popen(
+            command(corpus, tmp_path / "killed"),
+            start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(dice.uniform(3.0, 14.0))
+        os.kill(running.pid, signal.SIGKILL)  # its workers die with it
+        running.wait()
+        time.sleep(0.5)
+    subprocess.run(command(corpus, tmp_path / "killed"), check=True, capture_output=True)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
