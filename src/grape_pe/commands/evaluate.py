@@ -17,7 +17,7 @@ def add_parsers(commands: Commands) -> None:
         "grape eval lm runs/x/final --tasks arc_easy,sciq --limit 100",
     )  # fmt: skip
     parser.add_argument("checkpoint", help="a model's directory or Hub name")
-    parser.add_argument("--tasks", default="", help="separated by commas (default: the paper's seven)")
+    parser.add_argument("--tasks", help="separated by commas (default: the paper's seven)")
     parser.add_argument("--include", help="a directory of local task files")
     parser.add_argument("--tokenizer", help="if the checkpoint has none, another directory or Hub name")
     parser.add_argument("--shots", type=int, default=0)
@@ -34,7 +34,7 @@ def run_lm(options: argparse.Namespace) -> int:
     scores = evaluate(
         model,
         tokenizer,
-        [name for name in options.tasks.split(",") if name] or list(PAPER_TASKS),
+        list(PAPER_TASKS) if options.tasks is None else [name for name in options.tasks.split(",") if name],
         include=options.include,
         shots=options.shots,
         limit=options.limit,

@@ -55,7 +55,8 @@ def run_job(job: Job, comparison: Comparison, root: Path) -> int:
 def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]:
     assert job.task is not None
     task = build_task(job.task, **comparison.probe.data.task_options)
-    found = score(model, task, samples=comparison.task_samples)
+    lengths = [factor * task.length for factor in comparison.task_factors]
+    found = score(model, task, samples=comparison.task_samples, lengths=lengths)
     return {"task": job.task, "scores": [asdict(each) for each in found]}
 
 

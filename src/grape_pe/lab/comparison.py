@@ -19,6 +19,7 @@ from .config import Positive, RunConfig, Section, checked, load, merged, read_sh
 from .errors import LabError
 from .run_directory import write_whole
 from .tasks import build_task
+from .tasks.base import FACTORS
 
 COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
@@ -61,6 +62,7 @@ class Comparison(Section):
     tasks: list[str] = Field([], description="probes of length generalisation")
     probe: RunConfig
     task_samples: Positive = Field(64, description="examples of each length and split")
+    task_factors: list[Positive] = Field(list(FACTORS), description="test lengths, in training lengths")
 
     def check(self) -> None:
         """Refuse an unknown encoding, task or setting before anything is trained."""

@@ -43,7 +43,7 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
     path = Path(path)
     for place in (path, path / "final"):
         if (place / "config.json").is_file():
-            return load_decoder(place)
+            return _loaded(place)
     checkpoint, run = path, path.parent.parent
     if (path / CONFIG).is_file():
         found = sorted((path / "checkpoints").glob("step-*"))
@@ -56,6 +56,13 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
     decoder = Decoder(config.model.decoder(open_feed(config, World()).batches.vocab_size))
     load_weights(decoder, checkpoint)
     return decoder
+
+
+def _loaded(place: Path) -> Decoder:
+    try:
+        return load_decoder(place)
+    except (OSError, ValueError) as problem:
+        raise LabError(str(problem)) from None
 
 
 def tokenizer_directory(path: str | os.PathLike[str]) -> Path:

@@ -19,7 +19,6 @@ from .dataset import Dataset
 from .permutation import permute
 
 
-
 @dataclass(frozen=True)
 class Batch:
     """Rows of T tokens, what follows each, and optionally which document each token belongs to."""

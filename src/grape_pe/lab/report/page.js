@@ -30,7 +30,7 @@
   function themed(layout) {
     const ink = variable("--ink"), muted = variable("--muted"), grid = variable("--grid");
     const axis = {
-      gridcolor: grid, linecolor: variable("--rule"), zeroline: false, automargin: true,
+      gridcolor: grid, linecolor: variable("--rule"), tickcolor: grid, dividercolor: grid, zeroline: false, automargin: true,
       tickfont: { color: muted, size: 11 }, fixedrange: coarse.matches,
     };
     const title = { font: { color: muted, size: 12 }, standoff: 8 };
@@ -57,7 +57,7 @@
     for (const trace of data) {
       if (trace.colorbar) trace.colorbar.tickfont = { color: variable("--muted"), size: 10 };
       const columns = trace.texttemplate && trace.z && trace.z.length ? trace.z[0].length : 1;
-      if (columns * 34 > plot.clientWidth - 90 && columns > 8) trace.texttemplate = "";  // would not fit the cells
+      if (columns * 22 > plot.clientWidth - 110) trace.texttemplate = "";  // would not fit the cells
     }
     plot.dataset.drawn = "yes";
     return Plotly.react(plot, data, themed(resolved(figure.layout)), { displayModeBar: false, responsive: true });

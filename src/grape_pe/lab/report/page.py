@@ -31,6 +31,7 @@ SVG_DASHES = {
     "longdashdot": "9 2 2 2",
 }
 Looks = Mapping[str, Style]
+NOTHING = '<td data-value="">–</td>'
 TABLE_CAPTION = (
     "Mean ± standard deviation over seeds; below it the 95% confidence interval of the mean (Student's t). "
     "“Behind the best” pairs runs of the same seed: an interval that stays above zero is a difference beyond "
@@ -119,39 +120,41 @@ def _answer(results: Results, looks: Looks) -> Section:
 
 
 def _table(results: Results, looks: Looks) -> str:
+    """The ranking; columns that nothing was measured for are left out."""
     rows = ranking(results)
-    heads = [
-        "Encoding",
-        "Validation loss",
-        "Behind the best",
-        f"Loss at {results.stretch}",
-        "Tasks",
-        "Tokens/s",
-        "Memory",
-        "Seeds",
-    ]
-    head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in heads)
-    body = "".join(_table_row(row, looks[row.label], i == 0) for i, row in enumerate(rows))
+    lines = [_table_cells(row, results.stretch, i == 0) for i, row in enumerate(rows)]
+    heads = [name for name in (lines[0] if lines else ()) if any(line[name] != NOTHING for line in lines)]
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in ("Encoding", *heads)
+    )
+    body = "".join(
+        f"<tr{' class=best' if i == 0 and row.val_loss else ''}>{_row_head(row, looks[row.label])}"
+        f"{''.join(line[name] for name in heads)}</tr>"
+        for i, (row, line) in enumerate(zip(rows, lines, strict=True))
+    )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f'<tbody>{body}</tbody></table></div><p class="caption">{TABLE_CAPTION}</p>'
     )
 
 
-def _table_row(row: Row, style: Style, best: bool) -> str:
-    seeds = row.val_loss.count if row.val_loss else 0
+def _row_head(row: Row, style: Style) -> str:
+    return f'<th scope="row" data-value="{escape(row.label)}">{_swatch(style)} {escape(row.label)}</th>'
+
+
+def _table_cells(row: Row, stretch: str, best: bool) -> dict[str, str]:
+    seeds = len(row.losses) or len(row.solved)
     status = f"<small>{escape(row.status)}</small>" if row.status else ""
-    cells = [
-        _cell(row.val_loss, 4),
-        _cell(row.behind, 4, sign=True) if not best else '<td data-value="0">best</td>',
-        _cell(row.long_loss, 3),
-        _cell(row.tasks, 1, scale=100, unit="%"),
-        _cell(row.speed, 0, interval=False),
-        _cell(row.memory, 0, scale=2.0**-20, unit=" MB", interval=False),
-        f'<td data-value="{seeds}">{seeds}{status}</td>',
-    ]
-    name = f'<th scope="row" data-value="{escape(row.label)}">{_swatch(style)} {escape(row.label)}</th>'
-    return f"<tr{' class=best' if best and row.val_loss else ''}>{name}{''.join(cells)}</tr>"
+    leads = best and row.val_loss is not None
+    return {
+        "Validation loss": _cell(row.val_loss, 4),
+        "Behind the best": '<td data-value="0">best</td>' if leads else _cell(row.behind, 4, sign=True),
+        f"Loss at {stretch}": _cell(row.long_loss, 3),
+        "Tasks": _cell(row.tasks, 1, scale=100, unit="%"),
+        "Tokens/s": _cell(row.speed, 0, interval=False),
+        "Memory": _cell(row.memory, 0, scale=2.0**-20, unit=" MB", interval=False),
+        "Seeds": f'<td data-value="{seeds}">{seeds}{status}</td>',
+    }
 
 
 def _cell(
@@ -163,7 +166,7 @@ def _cell(
     interval: bool = True,
 ) -> str:
     if summary is None:
-        return '<td data-value="">–</td>'
+        return NOTHING
 
     def show(value: float) -> str:
         return f"{value * scale:{'+' if sign else ''},.{digits}f}"
@@ -197,7 +200,7 @@ def _legend(arms: Sequence[Arm], looks: Looks) -> str:
 def _tasks(results: Results) -> Section:
     figures = task_figures(results)
     deep = [figure for figure in figures if figure.key.startswith("depth-")]
-    lead = "Numbers are percent solved exactly."
+    lead = "Numbers are percent."
     if deep:
         lead += " Small panels: how deep in the text the thing to find stood (0% is the beginning)."
     return _section("tasks", "Tasks", lead, [f for f in figures if f not in deep], deep)

@@ -98,7 +98,7 @@ def _kernel(picture: Picture, style: Style, key: str) -> Figure | None:
         "Rotation against distance",
         "How much of a match survives the rotation: the mean score of a vector with itself so many tokens "
         "away, 1 at distance 0. It falls as fast planes fall out of step, and swings where few are left.",
-        _by_layer(picture["kernel"], picture["kernel_distances"], style),
+        _by_layer(picture["kernel"], picture.get("kernel_distances", picture["distances"]), style),
         {
             "xaxis": doubling_axis("distance (tokens)", picture["tokens"]),
             "yaxis": axis("tr G / D", range=[-0.35, 1.05]),
@@ -126,6 +126,7 @@ def _spectrum(picture: Picture, style: Style, key: str) -> Figure | None:
         data.append(
             {**trace, "mode": "lines+markers", "marker": {"size": 4, "color": trace["line"]["color"]}}
         )
+    waves = [wave for trace in data for wave in trace["y"]]
     learned = bool(data) and "initial" in entries[0]
     return Figure(
         f"{key}-spectrum",
@@ -134,7 +135,7 @@ def _spectrum(picture: Picture, style: Style, key: str) -> Figure | None:
         + ("The dotted line is where learning began; look for planes that left it." if learned else
            "Short wavelengths tell neighbours apart, long ones carry coarse position."),
         one_view(data),
-        {"xaxis": axis("plane"), "yaxis": decade_axis("wavelength (tokens)", [w for t in data for w in t["y"]]), **LEGEND},
+        {"xaxis": axis("plane"), "yaxis": decade_axis("wavelength (tokens)", waves), **LEGEND},
     )  # fmt: skip
 
 

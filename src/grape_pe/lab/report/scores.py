@@ -164,14 +164,17 @@ def _task_figure(results: Results, task: str) -> Figure | None:
     return Figure(
         f"task-{task}",
         task,
-        "In percent, mean over seeds; columns are lengths. The best encoding on average is on top. Look to the "
-        "right, where samples are longer than in training.",
+        "In percent, mean over seeds; columns are lengths. The best encoding on average is on top. Look to "
+        "the right, where samples are longer than in training.",
         views,
         {
-            "xaxis": {"type": "category"} if len(splits) == 1 else {"type": "multicategory"},
+            "xaxis": {"type": "category"}
+            if len(splits) == 1
+            else {"type": "multicategory", "tickangle": -90},
             "yaxis": {"type": "category"},
         },
         choose="Share of",
+        wide=len(splits) > 1,
         height=110 + ROW_HEIGHT * max(len(order), 3),
     )
 

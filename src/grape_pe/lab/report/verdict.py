@@ -110,7 +110,7 @@ def _long_sentence(results: Results, rows: list[Row]) -> str:
     best = min(known, key=lambda row: row.long_loss.mean if row.long_loss else 0.0)
     worst = max(known, key=lambda row: row.growth.mean if row.growth else 0.0)
     said = f"At {results.stretch} the training length {best.label} is best, {_pm(best.long_loss)}"
-    if worst.label != best.label and worst.growth and worst.growth.mean > 0:
+    if worst.label != best.label and worst.growth and worst.growth.mean >= 0.01:
         said += f"; {worst.label} loses most there, {worst.growth.mean:+.2f} against its own 1×"
     return said + "."
 

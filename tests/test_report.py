@@ -1,0 +1,295 @@
+"""The report: statistics, reading (also what is missing), the verdict, the table and the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grape_pe.commands import report as command
+from grape_pe.lab.errors import LabError
+from grape_pe.lab.report import read_results, report_page, results_json, table, write_report
+from grape_pe.lab.report.ranking import ranking
+from grape_pe.lab.report.results import Arm, LanguageRun, Recipe, Results
+from grape_pe.lab.report.statistics import paired_difference, student_probability, student_quantile, summarize
+from grape_pe.lab.report.style import styles
+from grape_pe.lab.report.verdict import verdict
+from report_data import ARMS, RECIPE, write_run, write_synthetic
+
+FEW = ARMS[:3]
+
+
+# ---- statistics
+
+
+@pytest.mark.parametrize(
+    "degrees, confidence, want",
+    [(1, 0.95, 12.7062), (2, 0.95, 4.30265), (4, 0.95, 2.77645), (9, 0.95, 2.26216), (2, 0.99, 9.92484)],
+)
+def test_students_t_is_that_of_the_tables(degrees, confidence, want):
+    assert student_quantile(confidence, degrees) == pytest.approx(want, rel=1e-5)
+
+
+@given(st.integers(1, 60), st.floats(0.01, 0.999))
+def test_quantile_inverts_probability(degrees, confidence):
+    assert student_probability(student_quantile(confidence, degrees), degrees) == pytest.approx(confidence)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=6), st.floats(-50, 50))
+def test_a_summary_moves_with_its_values(values, shift):
+    here, there = summarize(values), summarize([v + shift for v in values])
+    assert here.low <= here.mean <= here.high
+    assert there.mean == pytest.approx(here.mean + shift, abs=1e-6)
+    assert there.spread == pytest.approx(here.spread, abs=1e-6)
+
+
+def test_three_seeds_by_hand():
+    found = summarize([1.0, 2.0, 3.0])
+    assert (found.mean, found.spread) == (2.0, 1.0)
+    assert found.high - found.mean == pytest.approx(4.30265 / 3**0.5, rel=1e-5)
+
+
+def test_one_seed_has_no_interval_and_none_no_summary():
+    assert summarize([]) is None
+    one = summarize([3.0])
+    assert (one.mean, one.spread, one.low, one.excludes_zero) == (3.0, None, None, False)
+
+
+def test_pairing_removes_what_seeds_share():
+    ours = {0: 3.0, 1: 4.0, 2: 5.0}
+    theirs = {seed: loss - 0.1 + 0.001 * seed for seed, loss in ours.items()}
+    apart = paired_difference(ours, theirs)
+    assert apart.excludes_zero and apart.mean == pytest.approx(0.099)
+    wider = paired_difference(ours, theirs, comparisons=10)
+    assert wider.high - wider.low > 2 * (apart.high - apart.low)
+    assert paired_difference(ours, {7: 1.0}) is None
+
+
+# ---- reading
+
+
+@pytest.fixture
+def finished(tmp_path) -> Path:
+    return write_synthetic(tmp_path / "synthetic", FEW, pictures=False)
+
+
+def test_everything_is_read(finished):
+    results = read_results([finished])
+    arm = results.arms[1]
+    assert [a.label for a in results.arms] == ["rope", "alibi", "fox"]
+    assert (results.train_length, results.longest, results.stretch) == (256, 4096, "16×")
+    assert sorted(arm.language) == [0, 1, 2]
+    run = arm.language[0]
+    assert len(run.train_curve) == 60 and len(run.validation_curve) == 6 and len(run.by_position) == 37
+    assert run.loss_at(4096) is not None and run.loss_at(4096, 256) is not None and run.loss_at(77) is None
+    assert {score.task for score in arm.scores} == {"flip-flop", "passkey"}
+    assert results.notes == ()
+
+
+def test_runs_not_done_diverged_or_cut_short_are_told(finished):
+    (finished / "runs/fox-s0/evaluation.json").unlink()
+    (finished / "runs/fox-s1/evaluation.json").write_text('{"label": "fox", "seed": 1, "val_loss": null}')
+    metrics = finished / "runs/fox-s2/metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"kind": "tra')
+    results = read_results([finished])
+    row = next(row for row in ranking(results) if row.label == "fox")
+    assert row.val_loss.count == 1
+    assert row.status == "1 of 3 diverged, 1 of 3 not done"
+    assert results.notes == ()  # a kill cuts the last line: no news
+    assert "1 of 3 diverged" in table(results) and "1 of 3 diverged" in report_page(results)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"high"'])
+def test_a_loss_that_is_no_number_is_a_diverged_run(finished, value):
+    path = finished / "runs/rope-s0/evaluation.json"
+    path.write_text(re.sub(r'"val_loss": [\d.]+', f'"val_loss": {value}', path.read_text()))
+    results = read_results([finished])
+    assert results.arms[0].language[0].diverged
+    report_page(results)
+
+
+def test_damaged_files_become_notes(finished):
+    (finished / "runs/rope-s0/evaluation.json").write_text("{")
+    (finished / "runs/rope-s1/metrics.jsonl").write_text('oops\n{"kind": "train", "step": 1, "loss": 2}\n')
+    (finished / "runs/rope-s2/picture.json").write_text('{"version": 0}')
+    results = read_results([finished])
+    assert len(results.notes) == 3
+    assert all(note.split(":")[0].split(" ")[0].startswith(str(finished)) for note in results.notes)
+    assert results.arms[0].language[1].train_curve == {1.0: 2.0}
+    report_page(results)
+
+
+def test_nothing_done_yet_is_a_report_too(tmp_path):
+    write_synthetic(tmp_path, FEW, seeds=(), tasks=(), pictures=False)
+    results = read_results([tmp_path])
+    assert "no finished run" in verdict(results).headline
+    assert "rope" in table(results) and "no finished run" in report_page(results)
+
+
+def test_the_lines_of_results_stand_in_for_runs(finished):
+    lines = []
+    for path in finished.glob("runs/*/evaluation.json"):
+        lines.append({"kind": "language", **json.loads(path.read_text())})
+        path.unlink()
+    (finished / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert all(row.val_loss.count == 3 for row in ranking(read_results([finished])))
+
+
+def test_more_seeds_of_the_same_recipe_are_one_arm(finished, tmp_path):
+    more = write_synthetic(tmp_path / "more", FEW, seeds=(2, 3, 4), pictures=False)
+    results = read_results([finished, more])
+    assert len(results.arms) == 3 and len(results.recipes) == 1
+    assert sorted(results.arms[0].language) == [0, 1, 2, 3, 4]
+    assert any("seed 2" in note and "several directories" in note for note in results.notes)
+
+
+def test_another_recipe_is_flagged(finished, tmp_path):
+    recipe = {**RECIPE, "name": "other", "train": {**RECIPE["train"], "steps": 1200}}
+    other = write_synthetic(tmp_path / "longer", FEW[:1], pictures=False, recipe=recipe)
+    results = read_results([finished, other])
+    assert [arm.label for arm in results.arms] == ["rope", "alibi", "fox", "rope (longer)"]
+    (note,) = results.notes
+    assert "train.steps: 600 there, 1200 here" in note and "no fair comparison" in note
+    assert "train.steps: 600" in report_page(results)
+
+
+def test_what_is_no_comparison_is_refused(tmp_path):
+    with pytest.raises(LabError, match=r"no compare\.json"):
+        read_results([tmp_path])
+    (tmp_path / "compare.json").write_text("[]")
+    with pytest.raises(LabError, match="damaged"):
+        read_results([tmp_path])
+    with pytest.raises(LabError, match="no directory"):
+        read_results([])
+
+
+# ---- verdict and table
+
+
+def results_of(**losses: list[float]) -> Results:
+    arms = [
+        Arm(label, label, False, 0, {i: LanguageRun(i, True, loss) for i, loss in enumerate(each)})
+        for label, each in losses.items()
+    ]
+    return Results(tuple(arms), (Recipe("r", {}, (0,), {}, {}, ""),), (), ())
+
+
+def test_a_clear_winner_is_named():
+    said = verdict(results_of(rope=[3.5, 3.6, 3.4], fox=[3.1, 3.2001, 3.0]))
+    assert said.headline.startswith("Use fox") and said.tied == ()
+
+
+def test_a_lead_within_the_spread_is_called_so():
+    said = verdict(results_of(rope=[3.5, 3.6, 3.4], fox=[3.45, 3.65, 3.35]))
+    assert "cannot be told apart" in said.headline and said.tied == ("rope",)
+
+
+def test_the_best_of_many_must_lead_by_more():
+    two = {"fox": [3.0, 3.1, 2.9], "rope": [3.012, 3.1185, 2.915]}
+    far = {f"x{i}": [9.0, 9.1, 8.9] for i in range(12)}
+    assert verdict(results_of(**two)).headline.startswith("Use fox")
+    many = verdict(results_of(**two, **far))
+    assert "always a little lucky" in many.headline and many.tied == ("rope",)
+
+
+def test_one_seed_decides_nothing():
+    said = verdict(results_of(rope=[3.5], fox=[3.4]))
+    assert "no telling" in said.headline and "one seed" in table(results_of(rope=[3.5], fox=[3.4]))
+
+
+def test_the_table_is_sorted_and_fits(finished):
+    text = table(read_results([finished]))
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines] == ["encoding", "fox", "alibi", "rope"]
+    assert all(len(line) <= 100 for line in lines) and "±" in lines[1] and "16×" in lines[0]
+
+
+def test_long_labels_are_cut_not_wrapped(tmp_path):
+    arm = {"label": "grape-m+grape-ap+a-name-that-goes-on-and-on-and-on", "encoding": "x", "kv_shift": False}
+    text = table(read_results([write_synthetic(tmp_path, [*FEW, arm], pictures=False)]))
+    assert all(len(line) <= 100 for line in text.splitlines()) and "…" in text
+
+
+def test_json_has_every_number(finished):
+    said = json.loads(json.dumps(results_json(read_results([finished])), allow_nan=False))
+    best = said["ranking"][0]
+    assert best["label"] == "fox" == said["verdict"]["best"]
+    assert set(best["val_loss"]) == {"mean", "count", "spread", "low", "high"}
+    assert best["losses"].keys() == {"0", "1", "2"}
+
+
+# ---- page
+
+
+def test_styles_are_one_for_each_arm_and_variants_share_a_hue():
+    looks = styles(read_like(ARMS))
+    assert looks["fox"].hue == looks["fox+kv"].hue and looks["fox"].dash != looks["fox+kv"].dash
+    many = styles(read_like([{"label": f"e{i}", "encoding": f"e{i}", "kv_shift": False} for i in range(24)]))
+    assert len({(look.hue, look.dash) for look in many.values()}) == 24
+
+
+def read_like(arms):
+    return [Arm(arm["label"], arm["encoding"], arm["kv_shift"], 0, {}) for arm in arms]
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    path = write_report([write_synthetic(tmp_path, FEW)], tmp_path / "report.html")
+    text = path.read_text()
+    assert path.stat().st_size < 8e6
+    own = text[: text.index("<script>/**")]  # plotly.js itself mentions addresses it does not fetch here
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', own) and "@import" not in own and "url(" not in own
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', text, re.S).group(1))
+    drawn = re.findall(r'data-figure="([^"]+)"', text)
+    assert sorted(drawn) == sorted(figures) and len(drawn) == len(set(drawn))
+    assert all(view["data"] for figure in figures.values() for view in figure["views"])
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path):
+    arm = {"label": "</script><b>&x", "encoding": "rope", "kv_shift": False}
+    write_synthetic(tmp_path, [arm], seeds=(), tasks=(), pictures=False)
+    (tmp_path / "results.jsonl").write_text(
+        json.dumps({"kind": "language", "label": arm["label"], "seed": 0, "val_loss": 3.0}) + "\n"
+    )
+    text = report_page(read_results([tmp_path]))
+    assert "</script><b>" not in text.replace("<\\/script><b>", "") and "&lt;/script&gt;" in text
+
+
+def test_the_command_writes_and_prints(finished, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    command.add_parsers(parser.add_subparsers())
+    options = parser.parse_args(["report", str(finished), "--out", str(tmp_path / "page.html")])
+    assert options.run(options) == 0
+    out = capsys.readouterr().out
+    assert "± " in out and f"Report: {tmp_path / 'page.html'}" in out and (tmp_path / "page.html").is_file()
+    options = parser.parse_args(["report", str(finished), "--json"])
+    assert options.run(options) == 0
+    assert json.loads(capsys.readouterr().out)["report"] == str(finished / "report.html")
+
+
+def test_a_run_with_one_value_missing_keeps_the_others(finished):
+    write_run(finished, FEW[0], 0, 0)
+    path = finished / "runs/rope-s0/evaluation.json"
+    said = json.loads(path.read_text())
+    for name in ("extrapolation", "by_position", "tokens_per_second", "peak_memory_bytes"):
+        del said[name]
+    path.write_text(json.dumps(said))
+    row = next(row for row in ranking(read_results([finished])) if row.label == "rope")
+    assert row.val_loss.count == 3 and row.long_loss.count == 2 and row.speed.count == 2
+
+
+def test_tasks_alone_are_ranked_by_what_is_solved(tmp_path):
+    """A comparison may train on the tasks only: then no run on text is missing."""
+    write_synthetic(tmp_path, FEW, pictures=False)
+    said = json.loads((tmp_path / "compare.json").read_text())
+    (tmp_path / "compare.json").write_text(json.dumps({**said, "comparison": {"language": False}}))
+    results = read_results([tmp_path])
+    assert [row.label for row in ranking(results)] == ["fox", "alibi", "rope"]
+    assert all(row.status == "" and row.val_loss is None for row in ranking(results))
+    assert verdict(results).headline.startswith("fox solves most of the tasks")
+    assert "val loss" not in table(results) and "task-passkey" in report_page(results)
