@@ -132,23 +132,27 @@ class _Watch:
     def __init__(self, missing: list[Job], comparison: Comparison, root: Path, quiet: bool) -> None:
         self.missing, self.root = missing, root
         self.steps = {job: job.config(comparison).train.steps for job in missing}
-        self.line = ProgressLine(f"{len(missing)} runs", self._done(), sum(self.steps.values()), quiet)
+        self.line = ProgressLine(f"{len(missing)} runs", self._look()[0], sum(self.steps.values()), quiet)
 
     def _last(self, job: Job) -> dict[str, Any]:
         found = [line for line in read_metrics(job.directory(self.root)) if line["kind"] == "train"]
         return found[-1] if found else {}
 
-    def _done(self) -> int:
-        return sum(self._last(job).get("step", 0) for job in self.missing)
+    def _look(self) -> tuple[int, list[str]]:
+        """Steps done in all, and what is under way; the files of runs that have ended are not read again."""
+        steps, active = 0, []
+        for job in self.missing:
+            if finished(job, self.root):
+                steps += self.steps[job]
+            elif last := self._last(job):
+                steps += last["step"]
+                active.append(f"{job.title} {last['step']}/{self.steps[job]} loss {last['loss']:.3f}")
+        return steps, active
 
     def show(self) -> None:
         ended = sum(finished(job, self.root) for job in self.missing)
-        active = [
-            f"{job.title} {last['step']}/{self.steps[job]} loss {last['loss']:.3f}"
-            for job in self.missing
-            if not finished(job, self.root) and (last := self._last(job))
-        ]
-        self.line.tell(self._done(), f"{ended}/{len(self.missing)} done  {', '.join(active[:2])}")
+        steps, active = self._look()
+        self.line.tell(steps, f"{ended}/{len(self.missing)} done  {', '.join(active[:2])}")
 
     def close(self) -> None:
         self.line.close()
