@@ -26,7 +26,7 @@ def test_compiled_inference(kind, masks):
     )
     low = cast(i, torch.float32, grad=False)
     y = attend(low["q"], low["k"], low["v"], bias=BIASES[kind](low), impl="flex", **masks)
-    compare(truth, dense, {"y": y.double()}, torch.float32, f"{kind} by flex")
+    compare(truth, dense, {"y": y.double()}, f"{kind} by flex")
 
 
 @pytest.mark.parametrize("kind", ["none", "fox"])

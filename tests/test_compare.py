@@ -135,9 +135,7 @@ def losses_or_none(root: Path) -> list[float | None]:
 def test_a_probe_is_trained_and_scored(tmp_path):
     comparison = load_comparison("probes", arms=["alibi"], tasks=["copy"])
     shorter = load({"base": "probe", "train": {"steps": 4, "warmup": 1, "checkpoint_every": 2, "batch": 2}})
-    compare(
-        comparison.model_copy(update={"probe": shorter, "task_samples": 2}), tmp_path / "out", quiet=True
-    )
+    compare(comparison.model_copy(update={"probe": shorter, "task_samples": 2}), tmp_path / "out", quiet=True)
     (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["task"] == "copy" and len({score["length"] for score in found["scores"]}) == 5
@@ -146,8 +144,8 @@ def test_a_probe_is_trained_and_scored(tmp_path):
 def command(corpus: Path, out: Path) -> list[str]:
     settings = {**TINY, "data.source": str(corpus), "train.steps": 20}
     options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    start = [sys.executable, "-m", "grape_pe.cli", "compare", "demo", "--encodings", "rope,fox", "--jobs", "2"]
-    return [*start, "--quiet", "--out", str(out), *options]
+    start = [sys.executable, "-m", "grape_pe.cli", "compare", "demo", "--encodings", "rope,fox"]
+    return [*start, "--jobs", "2", "--quiet", "--out", str(out), *options]
 
 
 @pytest.mark.slow

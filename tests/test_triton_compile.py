@@ -19,10 +19,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("an interpreted kernel cannot be compiled", allow_module_level=True)
 
 from grape_pe.attention.triton import resources
+from grape_pe.attention.triton.resources import Case
 
 ARCHS = (80, 90, 100)
-#: bytes known to be spilled (docs/kernels.md): features 96 … 127 are masked, which takes registers
-KNOWN = {(80, 96, "path"): 8}
+HEAD_DIMS = (32, 64, 96, 128, 256)
+HALF, SINGLE = (torch.bfloat16, torch.float16), (torch.float32,)
+#: Each device, dtype, bias and kind of tile once, at about a minute of compiling.
+SOME = [
+    Case(80, 256, torch.bfloat16, "both", masked=True, probe_dtype=torch.float32),
+    Case(80, 64, torch.float32, "slope", masked=True),
+    Case(90, 128, torch.float16, "path"),
+    Case(100, 64, torch.bfloat16, "slope"),
+]
+#: every head size, bias, mask, dtype of q and of the probes, on every device: a few thousand kernels
+EVERY = resources.every_case(ARCHS, HEAD_DIMS, (*HALF, *SINGLE))
 
 
 @pytest.fixture(autouse=True)
@@ -33,52 +43,30 @@ def _cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def check(arch: int, head_dim: int, bias: str, dtype: torch.dtype) -> None:
-    seen = set()
-    for name, step in resources.launches(resources.example(head_dim, dtype, *resources.BIASES[bias]), arch):
-        use = resources.measure(step, arch)
-        what = f"{name} kernel, {bias}, D={head_dim}, {dtype}, sm_{arch}, {step.tile}"
-        assert use.stack <= KNOWN.get((arch, head_dim, bias), 0), f"{what} spills {use.stack} bytes"
-        assert use.shared <= resources.SHARED_LIMIT[arch], f"{what} needs {use.shared} bytes of shared memory"
-        assert use.tensor_memory <= resources.TENSOR_MEMORY_LIMIT, f"{what} needs {use.tensor_memory} columns"
+def check(case: Case) -> None:
+    seen, wrong = set(), []
+    for name, step in case.launches():
+        use = resources.measure(step, case.arch)
+        if not use.fits(case.arch):
+            wrong.append(f"{name} kernel: {use}, {step.tile}")
         seen.add(name.split()[0])
-    assert {"forward", "query", "key"} <= seen
+    assert not wrong, f"{case}: " + "; ".join(wrong)
+    path = {"carry"} if resources.BIASES[case.bias][1] else set()
+    assert seen == {"forward", "delta", "query", "key"} | path
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("bias", "head_dim", "dtype"), [("slope", 64, torch.bfloat16), ("path", 128, torch.bfloat16)]
-)
-def test_fits_the_device(arch: int, bias: str, head_dim: int, dtype: torch.dtype) -> None:
-    check(arch, head_dim, bias, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("bias", ["none", "slope", "path"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_fits_every_device(arch: int, bias: str, head_dim: int, dtype: torch.dtype) -> None:
-    check(arch, head_dim, bias, dtype)
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_fits_the_device(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("head_dim", "bias", "dtype"),
-    [
-        (256, "slope", torch.bfloat16),
-        (256, "path", torch.bfloat16),
-        (64, "both", torch.bfloat16),
-        (128, "both", torch.bfloat16),
-        (128, "slope", torch.float32),
-        (64, "path", torch.float32),
-        (256, "slope", torch.float32),
-    ],
-)
-def test_can_be_launched(arch: int, head_dim: int, bias: str, dtype: torch.dtype) -> None:
-    """Head size 256, slopes with a path, and float32 may spill (docs/kernels.md), but must fit in memory."""
-    for name, step in resources.launches(resources.example(head_dim, dtype, *resources.BIASES[bias]), arch):
-        use = resources.measure(step, arch)
-        assert use.shared <= resources.SHARED_LIMIT[arch], (name, use)
-        assert use.tensor_memory <= resources.TENSOR_MEMORY_LIMIT, (name, use)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_fits_every_device(case: Case) -> None:
+    check(case)
+
+
+def test_every_case_is_there() -> None:
+    half = sum(case.dtype in HALF for case in EVERY)
+    # none and slope once, path and both also with float32 probes; each with and without masks
+    assert (half, len(EVERY) - half) == (3 * 5 * 2 * 6 * 2, 3 * 5 * 4 * 2)

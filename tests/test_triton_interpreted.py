@@ -34,6 +34,9 @@ from grape_pe.attention.triton.tiles import Tile, force_tile
 FLOOR = {torch.float32: 2e-6, torch.float16: 1e-3}
 SMALL = Tile(32, 32)
 UNEQUAL = {"forward": Tile(16, 32), "query": Tile(32, 16), "key": Tile(16, 32)}
+CHUNKED, PARTED = Tile(32, 32, chunk=16), Tile(32, 32, split=True, parts=2)
+BOTH = {"forward": Tile(32, 16, chunk=16, parts=4), "query": Tile(16, 16, chunk=16, parts=2)}
+BOTH["key"] = Tile(16, 32, split=True, chunk=32, parts=4)
 SPLIT = {"forward": Tile(32, 16), "query": Tile(32, 16), "key": Tile(32, 32, split=True)}
 
 
@@ -196,6 +199,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "one-token": {"queries": 1, "keys": 1},
     "one-query": {"queries": 1},
     "split-launches": {"tile": SPLIT, "queries": 40, "keys": 40},
+    "features-in-chunks": {"tile": CHUNKED, "head_dim": 40, "value_dim": 33},
+    "features-in-parts": {"tile": PARTED, "head_dim": 48, "value_dim": 64},
+    "chunks-and-parts": {"tile": BOTH, "head_dim": 48, "value_dim": 20, "key_heads": 1, "padding": True},
 }
 OPEN: dict[str, dict[str, Any]] = {
     "bidirectional": {"causal": False},
@@ -274,6 +280,7 @@ PRUNED: dict[str, dict[str, Any]] = {
     "path": {"bias": "path", "steep": 4.0},
     "path-padded": {"bias": "path", "steep": 4.0, "padding": True, "key_heads": 1},
     "both": {"bias": "slope+path", "steep": 40.0},
+    "path-in-chunks": {"bias": "path", "steep": 4.0, "tile": Tile(16, 16, chunk=16, split=True, parts=2)},
 }
 
 

@@ -19,6 +19,7 @@
 
 constexpr int BQ = 64, BK = 64;
 constexpr int TILE = BQ * BK;
+constexpr float HELD = 1.25f;  // a row's sum of exp below this: one key has 4/5 of the weight
 const float INF = std::numeric_limits<float>::infinity();
 
 struct Problem {
@@ -337,6 +338,50 @@ struct Backward : Block {
         for (int i = 0; i < W; i++) to[n * W + i] += x[i];
     }
 
+    // delta, so far <dO, O>, is the mean of dP under the weights. Where one key holds a row, dS is a difference
+    // of two numbers that agree in nearly every digit: there delta is formed from the dP it is taken from,
+    // so that the rounding of dP cancels as it does in a dense softmax. That takes all of a row's tiles: free
+    // for a block that has one, a second pass over logits and dP for a block of which half the rows are such.
+    bool held_by_one_key() const {
+        long held = 0;
+        for (long t = 0; t < nt; t++) held += l[t] < HELD && m[t] < INF;
+        return 2 * held >= nt;
+    }
+
+    void add_mean(long nj, double *sum) const {  // s, dp: a tile of logits and dP
+        for (int n = 0; n < nv; n++) {
+            vf top = load(m + n * W), inverse = all(1.0f) / load(l + n * W), mean = {};
+            for (long j = 0; j < nj; j++) {
+                long i = j * BQ + n * W;
+                mean += vexp(load(s.data() + i) - top) * inverse * load(dp.data() + i);
+            }
+            add_lanes(sum, n, mean);
+        }
+    }
+
+    void renew_delta(long first, long end) {
+        double sum[BQ] = {};
+        for (long kb = first; kb < end; kb++) {
+            if (!todo[kb]) continue;
+            long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
+            recompute(kb, j0, nj);
+            add_mean(nj, sum);
+        }
+        for (long t = 0; t < nt; t++) delta[t] = sum[t];
+    }
+
+    // s, dp: the tile's logits and dP; with a path also its sums.
+    void recompute(long kb, long j0, long nj) {
+        if (p.P) {
+            memcpy(sum_high, &boundary[kb * 2 * BQ], sizeof sum_high);
+            memcpy(sum_low, &boundary[(kb * 2 + 1) * BQ], sizeof sum_low);
+            scan_path(j0, nj);
+        }
+        if (!todo[kb]) return;
+        logits(j0, nj, todo[kb] == 2);
+        gemm(nj, lanes_used, p.Dv, v + j0 * p.Dv, p.Dv, 1, dOT.data(), BQ, dp.data(), BQ, false);
+    }
+
     void weights_and_slopes(long nj) {  // s -> P, dp -> dS = P (dP - delta)
         for (int n = 0; n < nv; n++) {
             vf top = load(m + n * W), inverse = all(1.0f) / load(l + n * W), mean = load(delta + n * W);
@@ -443,19 +488,18 @@ struct Backward : Block {
         return false;
     }
 
-    void tile(long kb) {
+    void tile(long kb, bool alone) {
         long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0), to = split * p.B * p.H + bh;
         bool path = p.P && j0 <= token + nt - 1 && (todo[kb] || anything_before());
         if (!todo[kb] && !path) return;
-        if (p.P) {
-            memcpy(sum_high, &boundary[kb * 2 * BQ], sizeof sum_high);
-            memcpy(sum_low, &boundary[(kb * 2 + 1) * BQ], sizeof sum_low);
-            scan_path(j0, nj);
-        }
+        recompute(kb, j0, nj);
         if (todo[kb]) {
             const float *d_out = p.d_out + (bh * p.Tq + t0) * p.Dv;
-            logits(j0, nj, todo[kb] == 2);
-            gemm(nj, lanes_used, p.Dv, v + j0 * p.Dv, p.Dv, 1, dOT.data(), BQ, dp.data(), BQ, false);
+            if (alone) {
+                double sum[BQ] = {};
+                add_mean(nj, sum);
+                std::copy(sum, sum + nt, delta);
+            }
             weights_and_slopes(nj);
             gemm(nj, p.Dv, nt, s.data(), BQ, 1, d_out, p.Dv, p.d_v + (to * p.Tk + j0) * p.Dv, p.Dv, true);
             gemm(nj, p.D, nt, dp.data(), BQ, 1, q_scaled.data(), p.D, p.d_k + (to * p.Tk + j0) * p.D, p.D, true);
@@ -494,7 +538,9 @@ struct Backward : Block {
         std::fill(dpq.begin(), dpq.end(), 0.0f);
         long first = first_tile(), end = end_tile();
         plan(first, end);
-        for (long kb = first; kb < end; kb++) tile(kb);
+        bool alone = end - first == std::count(todo.begin() + first, todo.begin() + end, 0) + 1;
+        if (!alone && held_by_one_key()) renew_delta(first, end);
+        for (long kb = first; kb < end; kb++) tile(kb, alone);
         finish_bias();
         for (long i = 0; i < nt * p.D; i++) p.d_q[row * p.D + i] = dq[i] * p.scale;
         if (p.P)

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import kernels_backward, kernels_forward, prune
+from . import kernels_backward, kernels_forward, kernels_key, prune
 from .inputs import split_coordinate
 from .tiles import Tile, tile_for
 
@@ -90,6 +90,16 @@ class Launch:
 def _padded(size: int) -> int:
     """Features are padded to a power of two, at least the 16 a matrix unit takes."""
     return max(16, triton.next_power_of_2(size))
+
+
+def _part(size: int, tile: Tile) -> int:
+    """Features of an accumulator that one of a tile's parts owns."""
+    return max(16, _padded(size) // tile.parts)
+
+
+def _parts(size: int, tile: Tile) -> int:
+    """Programs that share a block of rows: as many as have a feature of their own."""
+    return triton.cdiv(size, _part(size, tile))
 
 
 def _dot_precision(dtype: torch.dtype) -> str:
@@ -188,9 +198,13 @@ def plan_forward(
         "EARLY_STOP": early,
         "BM": tile.queries,
         "BN": tile.keys,
+        "CHUNK": tile.chunk,
+        "HOIST": tile.hoist,
+        "PART_DV": _part(p.v.shape[-1], tile),
         "STRIDE": STRIDE,
     }
-    grid = (triton.cdiv(p.q.shape[2], tile.queries), p.q.shape[0] * p.q.shape[1])
+    blocks = triton.cdiv(p.q.shape[2], tile.queries)
+    grid = (blocks, p.q.shape[0] * p.q.shape[1], _parts(p.v.shape[-1], tile))
     return Launch(kernels_forward.forward_kernel, grid, arguments, tile)
 
 
@@ -256,6 +270,7 @@ def plan_backward(
     p, g = problem, gradients
     batch, heads = p.q.shape[:2]
     query, key = p.tile("query", arch), p.tile("key", arch)
+    assert key.split or key.parts == 1, "parts of dk and of dv need launches of their own"
     blocks = triton.cdiv(p.k.shape[2], key.keys)
     common = {**_common(p, lse), "DOUT": dout, **_strides("o", dout), "LSE": lse, "DELTA": delta}
     last = None if first is None else prune.last_query_of_block(first, p.k.shape[2], key.keys)
@@ -284,8 +299,11 @@ def plan_backward(
             "NEED_C": g.d_c_q is not None,
             "BM": query.queries,
             "BN": query.keys,
+            "CHUNK": query.chunk,
+            "HOIST": query.hoist,
+            "PART_D": _part(p.q.shape[-1], query),
         }
-        yield Launch(kernels_backward.query_kernel, grid, arguments, query)
+        yield Launch(kernels_backward.query_kernel, (*grid, _parts(p.q.shape[-1], query)), arguments, query)
         arguments = {
             **shared,
             "LAST": lse if last is None else last,
@@ -300,12 +318,17 @@ def plan_backward(
             "NEED_C": g.d_c_k is not None,
             "BM": key.queries,
             "BN": key.keys,
+            "CHUNK": key.chunk,
+            "HOIST": key.hoist,
+            "PART_D": _part(p.q.shape[-1], key),
+            "PART_DV": _part(p.v.shape[-1], key),
         }
         grid = (blocks, batch * p.k.shape[1])
         for member in range(heads // p.k.shape[1]):
             for dk, dv in ((True, False), (False, True)) if key.split else ((True, True),):
                 part = {"member": member, "ADD": row > 0 or member > 0, "WANT_DK": dk, "WANT_DV": dv}
-                yield Launch(kernels_backward.key_kernel, grid, {**arguments, **part}, key)
+                width = p.q.shape[-1] if dk else p.v.shape[-1]
+                yield Launch(kernels_key.key_kernel, (*grid, _parts(width, key)), {**arguments, **part}, key)
 
 
 def _plan_carry(

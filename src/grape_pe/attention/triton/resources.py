@@ -2,7 +2,8 @@
 
     python -m grape_pe.attention.triton.resources --arch 80 90 100 --head-dim 64 128
 
-compiles the very launches `launch.py` would make, for tensors without data, and reads the result.
+compiles the very launches `launch.py` would make, for tensors without data, and reads the result:
+every bias, with and without masks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,15 @@ class Usage:
         )
 
 
-def example(head_dim: int, dtype: torch.dtype, slopes: int, path: bool, **masks: Any) -> Problem:
-    """A causal call of 8 heads and 4096 tokens, on the meta device."""
+def example(
+    head_dim: int,
+    dtype: torch.dtype,
+    slopes: int,
+    path: bool,
+    probe_dtype: torch.dtype | None = None,
+    masked: bool = False,
+) -> Problem:
+    """A causal call of 8 heads and 4096 tokens without data; masked: documents, padding and a window."""
     shape = (2, 8, 4096, head_dim)
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,10 +70,11 @@ def example(head_dim: int, dtype: torch.dtype, slopes: int, path: bool, **masks:
     stack, probes = (2, 8, slopes, 4096), (2, 8, 4096, 8)
     rate = empty(*stack) if slopes else None
     c = empty(*stack, dtype=torch.float64) if slopes else None
-    probe = empty(*probes, dtype=dtype) if path else None
+    probe = empty(*probes, dtype=probe_dtype or dtype) if path else None
     options: dict[str, Any] = {
-        "documents": None, "padding": None, "causal": True, "window": 0, "scale": 0.1,
-        "tau": 30.0, "bounded": False, **masks,
+        "documents": empty(2, 4096, dtype=torch.int32) if masked else None,
+        "padding": empty(2, 4096, dtype=torch.uint8) if masked else None,
+        "causal": True, "window": 1000 if masked else 0, "scale": 0.1, "tau": 30.0, "bounded": False,
     }  # fmt: skip
     q, k, v = (empty(*shape, dtype=dtype) for _ in range(3))
     path_rate = empty(2, 8) if path else None
@@ -78,12 +87,13 @@ def launches(problem: Problem, arch: int) -> Iterator[tuple[str, Launch]]:
     out = p.q.new_empty((*rows, p.v.shape[-1]))
     lse = p.q.new_empty(rows, dtype=torch.float32)
     index = p.q.new_empty(rows, dtype=torch.int32)
-    prunes = p.tau >= 0 and (p.terms > 0 or p.has_path)
     early = p.has_path and not p.terms and p.tau >= 0
-    first = index if prunes and p.terms else None
+    first = index if p.documents is not None or (p.terms and p.tau >= 0) else None
     yield "forward", launch.plan_forward(p, out, lse, first, index if early else None, arch)
+    yield "delta", launch.plan_delta(out, out, lse)
     gradients = ops.empty_gradients(p, p.terms > 0, p.terms > 0, False)
-    steps = launch.plan_backward(p, out, lse, lse, index if prunes else None, gradients, arch)
+    reached = index if early else first
+    steps = launch.plan_backward(p, out, lse, lse, reached, gradients, arch)
     for step in steps:
         name = step.kernel.__name__.removesuffix("_kernel")
         split = not (step.arguments.get("WANT_DK", True) and step.arguments.get("WANT_DV", True))
@@ -138,21 +148,54 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
 BIASES = {"none": (0, False), "slope": (1, False), "path": (0, True), "both": (1, True)}
 
 
-COLUMNS = "arch D bias kernel queries keys warps stages registers spilled shared"
+COLUMNS = "arch D dtype bias masks kernel queries keys warps stages chunk parts registers spilled shared"
 
 
-def table(
-    archs: list[int], head_dims: list[int], biases: list[str], dtypes: list[torch.dtype]
-) -> Iterator[str]:
+@dataclass(frozen=True)
+class Case:
+    """One call to compile: what `example` makes of it, for one device."""
+
+    arch: int
+    head_dim: int
+    dtype: torch.dtype
+    bias: str
+    masked: bool = False
+    probe_dtype: torch.dtype | None = None
+
+    def launches(self) -> Iterator[tuple[str, Launch]]:
+        slopes, path = BIASES[self.bias]
+        return launches(
+            example(self.head_dim, self.dtype, slopes, path, self.probe_dtype, self.masked), self.arch
+        )
+
+    def __str__(self) -> str:
+        dtype = _TYPES[self.dtype][1:] + (f"+{_TYPES[self.probe_dtype][1:]}" if self.probe_dtype else "")
+        masks = "masked" if self.masked else "causal"
+        return f"sm_{self.arch}-{self.head_dim}-{dtype}-{self.bias}-{masks}"
+
+
+def every_case(archs: Iterable[int], head_dims: Iterable[int], dtypes: Iterable[torch.dtype]) -> list[Case]:
+    """Every bias and mask; beside half-precision q, k, v probes come in their dtype and in float32."""
+    cases = []
+    for head_dim, dtype, arch, bias, masked in itertools.product(
+        head_dims, dtypes, archs, BIASES, (False, True)
+    ):
+        wide = [torch.float32] if BIASES[bias][1] and dtype != torch.float32 else []
+        cases += [Case(arch, head_dim, dtype, bias, masked, probe) for probe in (None, *wide)]
+    return cases
+
+
+def table(cases: Iterable[Case]) -> Iterator[str]:
     """Rows of a Markdown table, one for each kernel."""
     names = COLUMNS.split()
     yield "| " + " | ".join(names) + " |"
     yield "|---" * len(names) + "|"
-    for head_dim, bias, dtype, arch in itertools.product(head_dims, biases, dtypes, archs):
-        for name, step in launches(example(head_dim, dtype, *BIASES[bias]), arch):
-            use, tile = measure(step, arch), step.tile
-            cells = [f"sm_{arch}", head_dim, bias, name, tile.queries, tile.keys, tile.warps, tile.stages]
-            cells += [use.registers, use.stack, use.shared]
+    for case in cases:
+        arch, head_dim, dtype, bias, masks = str(case).split("-")
+        for name, step in case.launches():
+            use, tile = measure(step, case.arch), step.tile
+            cells = [arch, head_dim, dtype, bias, masks, name, tile.queries, tile.keys, tile.warps]
+            cells += [tile.stages, tile.chunk, tile.parts, use.registers, use.stack, use.shared]
             yield "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -160,11 +203,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--bias", nargs="+", default=["slope", "path"], choices=list(BIASES))
+    parser.add_argument("--bias", nargs="+", default=list(BIASES), choices=list(BIASES))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     chosen = parser.parse_args()
-    dtypes = [getattr(torch, name) for name in chosen.dtype]
-    for row in table(chosen.arch, chosen.head_dim, chosen.bias, dtypes):
+    cases = every_case(chosen.arch, chosen.head_dim, [getattr(torch, name) for name in chosen.dtype])
+    for row in table(case for case in cases if case.bias in chosen.bias):
         print(row, flush=True)
 
 

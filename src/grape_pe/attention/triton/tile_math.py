@@ -43,11 +43,14 @@ def per_key(x, TRANSPOSED: tl.constexpr):
 @triton.jit
 def load_rows(
     base, start, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    FLIP: tl.constexpr, BOUNDED: tl.constexpr,
+    FLIP: tl.constexpr, BOUNDED: tl.constexpr, feature=0,
 ):  # fmt: skip
-    """Rows start … start + ROWS of a (T, D) matrix as (ROWS, BLOCK_D), or flipped; zero outside."""
+    """Rows start … start + ROWS of a (T, D) matrix, BLOCK_D features from `feature` on; zero outside.
+
+    (ROWS, BLOCK_D), or flipped.
+    """
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
+    d = feature + tl.arange(0, BLOCK_D)
     base += tl.cast(start, tl.int64) * stride
     if FLIP:
         pointers = base + r[None, :] * stride + d[:, None]
@@ -57,24 +60,44 @@ def load_rows(
         pointers = base + r[:, None] * stride + d[None, :]
         inside = (start + r < limit)[:, None]
         real = (d < D)[None, :]
-    if BOUNDED and D < BLOCK_D:
+    if BOUNDED and D % BLOCK_D != 0:
         return tl.load(pointers, mask=inside & real, other=0.0)
     elif BOUNDED:
         return tl.load(pointers, mask=inside, other=0.0)
-    elif D < BLOCK_D:
+    elif D % BLOCK_D != 0:
         return tl.load(pointers, mask=real, other=0.0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
-def store_rows(base, start, stride, limit, value, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_rows(
+    base, start, stride, limit, value, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, feature=0
+):  # fmt: skip
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
+    d = feature + tl.arange(0, BLOCK_D)
     base += tl.cast(start, tl.int64) * stride
     keep = (start + r < limit)[:, None] & (d < D)[None, :]
     pointers = base + r[:, None] * stride + d[None, :]
     tl.store(pointers, value.to(base.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def products_by_chunk(
+    A, a_start, a_stride, a_limit, B, b_start, b_stride, b_limit,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """<a, b> of every row of one block and every row of another, CHUNK features at a time.
+
+    Rows a program owns are otherwise kept in registers from its first tile to its last. Where they do not
+    fit there beside what is summed up, both sides are read again for each tile, from the nearest cache.
+    """
+    x = tl.zeros((A_ROWS, B_ROWS), tl.float32)
+    for d in range(0, D, CHUNK):
+        a = load_rows(A, a_start, a_stride, a_limit, A_ROWS, D, CHUNK, False, True, d)
+        b = load_rows(B, b_start, b_stride, b_limit, B_ROWS, D, CHUNK, True, True, d)
+        x = tl.dot(a, b, x, input_precision=PRECISION)
+    return x
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Which tile each kernel takes: queries, keys, warps and pipeline stages, by bias, head size and device.
 
-The table is what the compiler accepts without spilling a register and within a device's shared memory
-(docs/kernels.md has the figures; tests/test_triton_compile.py reads them from the compiler again).
+The aim is no spilled register, within a device's shared memory (docs/kernels.md has the figures, and says
+which are still to be had; tests/test_triton_compile.py reads them from the compiler).
 Eight warps own 128 rows: in a chain of products each warp keeps 16 rows to itself, so more warps than
 rows / 16 would only repeat work.
 """
@@ -20,6 +20,9 @@ class Tile:
     warps: int = 8
     stages: int = 2
     split: bool = False  # key kernel only: dk and dv in launches of their own
+    chunk: int = 0  # features taken at a time in products along them; 0: all, kept in registers
+    parts: int = 1  # programs that share a block of rows, each with a part of the features it sums up
+    hoist: bool = True  # False: the compiler computes afresh for each tile what is the same for all
 
 
 Row = tuple[Tile, Tile, Tile]  # forward, query, key
@@ -27,14 +30,22 @@ KERNELS = ("forward", "query", "key")
 
 # The key kernel's keys are a multiple of the query kernel's: path sums are kept at the latter's borders.
 _WIDE = (Tile(128, 64, stages=3), Tile(128, 64), Tile(64, 128))
-_LEAST = (Tile(64, 16, warps=4), Tile(64, 16, warps=4), Tile(16, 64, warps=4, stages=1, split=True))
+_PATH_64 = (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128))
+_BOTH_64 = (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True))
+# Head size 256: two to four programs share a block of rows, and read its features again where registers
+# do not hold them beside what is summed up.
+_BOTH_256 = (
+    Tile(128, 32, parts=2),
+    Tile(64, 16, warps=4, stages=1, chunk=32, parts=2, hoist=False),
+    Tile(16, 64, warps=4, split=True, chunk=64, parts=2, hoist=False),
+)
 _HALF: dict[str, dict[int, dict[int, Row]]] = {
     "slope": {
         80: {
             32: _WIDE,
-            64: (Tile(128, 64, stages=3), Tile(128, 64), Tile(32, 128)),
-            128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(32, 128, split=True)),
-            256: _LEAST,
+            64: (Tile(128, 64, stages=3), Tile(128, 64), Tile(32, 128, split=True)),
+            128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
+            256: (Tile(128, 32, parts=2), Tile(128, 16, parts=2), Tile(16, 128, split=True, parts=2)),
         },
         90: {
             32: _WIDE,
@@ -51,36 +62,62 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
     },
     "path": {
         80: {
-            32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128)),
-            64: (Tile(128, 64, stages=3), Tile(128, 16), Tile(32, 128, split=True)),
-            128: (Tile(128, 16, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
-            256: _LEAST,
+            32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128, split=True)),
+            64: (Tile(128, 64, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
+            128: (Tile(128, 16, stages=3), Tile(128, 16), Tile(16, 128, split=True, parts=2)),
+            256: (
+                Tile(64, 16, warps=4, parts=4),
+                Tile(64, 16, warps=4, stages=1, chunk=16, parts=4),
+                Tile(16, 128, split=True, chunk=64, parts=2),
+            ),
         },
         90: {
-            32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128)),
-            64: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128)),
-            128: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128, split=True)),
-            256: (Tile(128, 16), Tile(128, 16), Tile(16, 128, split=True)),
+            32: _PATH_64,
+            64: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128)),
+            128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(32, 128, split=True)),
+            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
         },
         100: {
-            32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128)),
-            64: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128)),
+            32: _PATH_64,
+            64: _PATH_64,
             128: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128)),
-            256: (Tile(128, 16), Tile(128, 16), Tile(16, 128, split=True)),
+            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
+        },
+    },
+    "both": {
+        80: {
+            32: _BOTH_64,
+            64: (Tile(128, 32), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
+            128: (Tile(128, 32), Tile(128, 16, parts=2), Tile(16, 128, split=True, parts=2)),
+            256: _BOTH_256,
+        },
+        90: {
+            32: _BOTH_64,
+            64: _BOTH_64,
+            128: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
+        },
+        100: {
+            32: _BOTH_64,
+            64: _BOTH_64,
+            128: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
         },
     },
 }
-_BOTH: dict[int, Row] = {
-    32: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
-    64: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
-    128: (Tile(128, 32), Tile(64, 16, warps=4), Tile(16, 64, warps=4, split=True)),
-    256: _LEAST,
-}
-_FULL: dict[int, Tile] = {
-    32: Tile(64, 32, warps=4, stages=1),
-    64: Tile(64, 32, warps=4, stages=1),
-    128: Tile(32, 32, warps=4, stages=1),
-    256: Tile(16, 16, warps=4, stages=1),
+
+
+def _full(parts: int = 1) -> Row:
+    """float32 in full precision has no matrix unit: each thread keeps whole rows of both operands, so few."""
+    rows = Tile(32, 16, stages=1, chunk=32, parts=parts, hoist=False)
+    return rows, rows, Tile(16, 32, stages=1, split=True, chunk=32, parts=parts, hoist=False)
+
+
+_FULL: dict[int, Row] = {
+    32: (Tile(16, 16, warps=4, stages=1, chunk=32, hoist=False), *_full()[1:]),
+    64: _full(),
+    128: _full(),
+    256: _full(parts=2),
 }
 
 _forced: Tile | dict[str, Tile] | None = None
@@ -107,8 +144,6 @@ def tile_for(kernel: str, width: int, itemsize: int, slope: bool, path: bool, ar
     if _forced is not None:
         return _forced[kernel] if isinstance(_forced, dict) else _forced
     width = max(32, width)
-    if itemsize == 4:
-        return _FULL[width]
-    if slope and path:
-        return _BOTH[width][KERNELS.index(kernel)]
-    return _HALF["path" if path else "slope"][_family(arch)][width][KERNELS.index(kernel)]
+    bias = "both" if slope and path else "path" if path else "slope"
+    table = _FULL if itemsize == 4 else _HALF[bias][_family(arch)]
+    return table[width][KERNELS.index(kernel)]
