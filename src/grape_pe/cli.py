@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="grape",
         description=ABOUT,
-        epilog="Example:\n  grape compare demo --out results/demo\n\nA command's own help: grape COMMAND --help",
+        epilog="Example:\n  grape compare demo --out results/demo\n\nA command's help: grape COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -32,7 +32,7 @@ def finished(job: Job, root: Path) -> bool:
 
 
 def run_job(job: Job, comparison: Comparison, root: Path) -> int:
-    """Train and evaluate, or go on where an earlier attempt stopped; returns a signal that stopped it, or 0."""
+    """Train and evaluate, or go on with an earlier attempt; returns the signal that stopped it, or 0."""
     directory, config = job.directory(root), job.config(comparison)
     said: dict[str, Any] = {**job.arm.described(), "seed": job.seed}
     try:
