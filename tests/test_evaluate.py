@@ -1,6 +1,5 @@
 """`grape eval lm`: real lm_eval, offline, on local task files and a tiny model."""
 
-import argparse
 import json
 
 import pytest
@@ -8,7 +7,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grape_pe.cli import main
 from grape_pe.lab import evaluate as lab
+from grape_pe.lab.errors import LabError
 from grape_pe.models import GrapeConfig, GrapeForCausalLM
 
 TASK = """
@@ -74,30 +75,32 @@ def model(encoding="rope+fox"):
     return GrapeForCausalLM(GrapeConfig(**sizes, encoding=encoding, pad_token_id=0, eos_token_id=0)).eval()
 
 
-def options(**given):
-    parser = argparse.ArgumentParser()
-    lab.add_parser(parser.add_subparsers())
-    words = ["lm", given.pop("checkpoint")]
-    for name, value in given.items():
-        words += [f"--{name}", str(value)]
-    return parser.parse_args(words)
+def command(checkpoint, *more, **given):
+    """`grape eval lm`, and its exit code."""
+    words = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    return main(["eval", "lm", str(checkpoint), *words, *more])
 
 
 def test_command_on_local_tasks(offline, capsys):
     model().save_pretrained(offline / "m")
     tokenizer().save_pretrained(offline / "m")
-    given = options(
-        checkpoint=str(offline / "m"),
-        tasks="small_both,small_acc",
-        include=offline / "tasks",
-        output=offline / "out.json",
-    )
-    assert given.run(given) == 0
+    where = {"include": offline / "tasks", "output": offline / "out.json"}
+    assert command(offline / "m", tasks="small_both,small_acc", **where) == 0
     table = capsys.readouterr().out
     assert "small_both" in table and "Avg." in table and "acc_norm" in table
     saved = json.loads((offline / "out.json").read_text())
     assert saved["encoding"] == "rope+fox" and saved["tasks"]["small_both"]["samples"] == 6
     assert saved["tasks"]["small_acc"]["acc_norm"] is None
+
+
+def test_json_is_what_is_saved(offline, capsys):
+    model().save_pretrained(offline / "m")
+    tokenizer().save_pretrained(offline / "m")
+    where = {"include": offline / "tasks", "output": offline / "out.json"}
+    assert command(offline / "m", "--json", tasks="small_acc", limit=2, **where) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said == json.loads((offline / "out.json").read_text())
+    assert said["tasks"]["small_acc"]["samples"] == 2
 
 
 def test_scores_are_the_models(offline):
@@ -139,11 +142,11 @@ def test_mistakes_are_said_in_one_line(offline, capsys):
     model().save_pretrained(offline / "m")
     tokenizer().save_pretrained(offline / "m")
     for given, says in (
-        (options(checkpoint=str(offline / "none")), "cannot load"),
-        (options(checkpoint=str(offline / "m"), tasks=","), "no task given"),
-        (options(checkpoint=str(offline / "m"), include=offline / "none"), "must be a directory"),
+        ({"checkpoint": offline / "none"}, "cannot load"),
+        ({"checkpoint": offline / "m", "tasks": ","}, "no task given"),
+        ({"checkpoint": offline / "m", "include": offline / "none"}, "must be a directory"),
     ):
-        assert given.run(given) == 2
+        assert command(**given) == 2
         assert says in capsys.readouterr().err
 
 
@@ -152,11 +155,9 @@ def test_unknown_tasks_name_their_neighbours():
         lab._check_tasks(["arc_esay"], list(lab.PAPER_TASKS))
 
 
-def test_the_command_line_has_it(offline, capsys):
-    from grape_pe.cli import main
-
-    assert main(["eval", "lm", str(offline / "none")]) == 2
-    assert "cannot load" in capsys.readouterr().err
+def test_its_errors_are_the_labs():
+    """So that the command line shows them as one line."""
+    assert issubclass(lab.EvaluationError, LabError)
 
 
 def test_missing_lm_eval_gives_the_command(monkeypatch):

@@ -1,0 +1,262 @@
+"""The trainer's options: each does what it says, and those for speed or memory change no result."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+
+from grape_pe.lab.config import load
+from grape_pe.lab.feed import open_feed, vocabulary
+from grape_pe.lab.metrics import ProgressLine, read_metrics
+from grape_pe.lab.optimization import initialise, learning_rate
+from grape_pe.lab.summaries import encoding_summary
+from grape_pe.lab.trainer import Trainer, train
+from grape_pe.lab.world import World
+from grape_pe.models import Decoder, load_decoder
+from lab_runs import tiny_config, tiny_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture(scope="module")
+def usual(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return curve(data, tmp_path_factory.mktemp("usual"))
+
+
+def curve(data: Path | str, out: Path, **changes: Any) -> list[float]:
+    """Training losses, then validation losses, of six steps."""
+    sizes = {"train__steps": 6, "train__checkpoint_every": 0, "train__eval_every": 3, **changes}
+    config = tiny_config(data, model__encoding="grape-ap", **sizes)
+    train(config, out / "run", quiet=True)
+    lines = read_metrics(out / "run")
+    return [line["loss"] for kind in ("train", "validation") for line in lines if line["kind"] == kind]
+
+
+def test_losses_are_those_of_a_plain_loop(data: Path, usual: list[float]) -> None:
+    """Everything by hand: AdamW, clipping, the rate of each step, the mean over predicted tokens."""
+    config = tiny_config(data, model__encoding="grape-ap", train__steps=6)
+    batches = open_feed(config, World()).batches
+    model = Decoder(config.model.decoder(batches.vocab_size))
+    initialise(model, config.seed)
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    others = [p for n, p in model.named_parameters() if "norm" not in n]
+    groups = [{"params": others, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    found = []
+    for step in range(6):
+        part = batches.batch(step, range(4))
+        logits = model(part.tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), part.targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.train)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert usual[:6] == pytest.approx(found, abs=1e-5)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_accumulation_is_the_whole_batch(micro: int, data: Path, usual: list[float], tmp_path: Path) -> None:
+    assert curve(data, tmp_path, train__micro_batch=micro) == pytest.approx(usual, abs=1e-5)
+
+
+def test_recomputing_activations_changes_nothing(data: Path, usual: list[float], tmp_path: Path) -> None:
+    assert curve(data, tmp_path, train__recompute=True) == pytest.approx(usual, abs=1e-6)
+
+
+def test_bf16_learns_about_the_same(data: Path, usual: list[float], tmp_path: Path) -> None:
+    found = curve(data, tmp_path, train__precision="bf16")
+    assert found != usual and found == pytest.approx(usual, abs=0.05)
+    weights = load_decoder(tmp_path / "run/final").state_dict()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_wsd_trains_by_its_schedule(data: Path, tmp_path: Path) -> None:
+    curve(data, tmp_path, train__schedule="wsd", train__decay=0.5)
+    rates = [line["lr"] for line in read_metrics(tmp_path / "run") if line["kind"] == "train"]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 7e-4, 4e-4])
+
+
+def test_documents_do_not_see_each_other(data: Path, usual: list[float], tmp_path: Path) -> None:
+    """With short documents the first loss is the mean over pieces, each attended by itself."""
+    assert curve(data, tmp_path, data__documents=True, data__sequence=128) != usual
+    config = tiny_config(data, data__documents=True, data__sequence=128, model__encoding="grape-ap")
+    batches = open_feed(config, World()).batches
+    model = Decoder(config.model.decoder(batches.vocab_size))
+    initialise(model, 0)
+    part = next(p for p in (batches.batch(s, range(1)) for s in range(50)) if p.documents.max() > 0)
+    whole = model(part.tokens, targets=part.targets, documents=part.documents)
+    summed, count = 0.0, 0
+    for number in range(int(part.documents.max()) + 1):
+        inside = part.documents[0] == number
+        predicted = int((part.targets[:, inside] >= 0).sum())
+        if predicted:
+            summed += model(part.tokens[:, inside], targets=part.targets[:, inside]).item() * predicted
+            count += predicted
+    assert whole.item() == pytest.approx(summed / count, abs=1e-5)
+
+
+def test_a_task_is_a_source(tmp_path: Path) -> None:
+    found = curve("task:flip-flop", tmp_path, data__task_options={"length": 16})
+    assert len(found) == 8 and all(loss > 0 for loss in found)
+    assert not (tmp_path / "run/final/tokenizer.json").exists()
+    assert load_decoder(tmp_path / "run/final").config.vocab_size % 64 == 0
+
+
+def test_an_outcome_says_how_it_went(data: Path, tmp_path: Path) -> None:
+    outcome = train(tiny_config(data, train__steps=4), tmp_path / "run", quiet=True)
+    lines = read_metrics(tmp_path / "run")
+    validation = [line["loss"] for line in lines if line["kind"] == "validation"]
+    assert (outcome.step, outcome.signal) == (4, 0)
+    assert outcome.validation_loss == validation[-1] and outcome.best_loss == min(validation)
+    assert outcome.tokens_per_second > 0 and outcome.peak_memory_bytes > 1e6
+    last = [line for line in lines if line["kind"] == "train"][-1]
+    assert last["tokens"] == 4 * 4 * 32 and last["mfu"] is None
+
+
+def test_what_a_run_leaves_behind(data: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, train__steps=4, seed=5, log__tensorboard=True)
+    train(config, tmp_path / "run", quiet=True)
+    assert load(tmp_path / "run/config.yaml") == config
+    said = json.loads((tmp_path / "run/environment.json").read_text())
+    assert said["seed"] == 5 and said["versions"]["torch"] == torch.__version__
+    assert {"command", "started", "machine", "data"} <= said.keys()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {".lock", "config.yaml", "environment.json", "metrics.jsonl", "checkpoints",
+                     "tensorboard", "final"}  # fmt: skip
+
+
+def test_tensorboard_has_the_numbers_of_the_file(data: Path, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = tiny_config(data, train__steps=4, model__encoding="rope+fox", log__tensorboard=True)
+    train(config, tmp_path / "run", quiet=True)
+    board = events.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "validation/loss",
+            "encoding/bias/at_1"} <= tags  # fmt: skip
+    for kind in ("train", "validation"):
+        filed = [(x["step"], x["loss"]) for x in read_metrics(tmp_path / "run") if x["kind"] == kind]
+        shown = [(event.step, event.value) for event in board.Scalars(f"{kind}/loss")]
+        assert [step for step, _ in shown] == [step for step, _ in filed]
+        assert [loss for _, loss in shown] == pytest.approx([loss for _, loss in filed])
+
+
+def test_metrics_every_few_steps(data: Path, tmp_path: Path) -> None:
+    curve(data, tmp_path, log__every=4)
+    assert [x["step"] for x in read_metrics(tmp_path / "run") if x["kind"] == "train"] == [4, 6]
+
+
+def test_summaries_tell_what_an_encoding_has_learned() -> None:
+    """Against values set by hand: slopes, frequencies, the bias at a distance."""
+    ids = torch.zeros(1, 20, dtype=torch.long)
+    alibi = Decoder(load("demo", {"model.encoding": "alibi", "model.layers": 1}).model.decoder(64))
+    found = encoding_summary(alibi, ids)
+    slopes = [2**-2, 2**-4, 2**-6, 2**-8]
+    assert found["bias/at_1"] == pytest.approx(-sum(slopes) / 4)
+    assert found["bias/at_16"] == pytest.approx(-16 * sum(slopes) / 4)
+    turning = Decoder(load("demo", {"model.encoding": "grape-m", "model.layers": 1}).model.decoder(64))
+    before = encoding_summary(turning, ids)
+    assert before["frequency/moved"] == 0
+    with torch.no_grad():
+        [delta] = [p for n, p in turning.named_parameters() if n.endswith("delta")]
+        delta += 16 * torch.log(torch.tensor(2.0))
+    after = encoding_summary(turning, ids)
+    assert after["frequency/largest"] == pytest.approx(2 * before["frequency/largest"], rel=1e-6)
+
+
+def test_a_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine("demo rope", 0, 10, quiet=False)
+    line.show(5, 1.25, 1000.0)
+    assert capsys.readouterr().err == ""  # too early for a line
+    line.validated(2.5)
+    line.show(10, 1.25, 1000.0, last=True)
+    said = capsys.readouterr().err
+    assert "demo rope 10/10  loss 1.2500  validation 2.5000  1,000 tokens/s" in said and "left" in said
+
+
+def test_the_vocabulary_is_known_without_preparing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grape_pe.lab.feed.builtin", lambda **_: pytest.fail("prepared the corpus"))
+    assert vocabulary(load("small", {"data.tokenizer": "bpe-2048"})) == 2048
+    assert vocabulary(load("paper-medium")) == 50304
+    assert vocabulary(tiny_config(data)) == 257
+    assert vocabulary(load("flip-flop")) > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_validation_row_counts_once(ranks: int, data: Path, tmp_path: Path) -> None:
+    """On any number of ranks, also more of them than rows: their parts sum up to the mean over all rows."""
+    config = tiny_config(data, train__eval_sequences=3, train__batch=4)
+    feed = open_feed(config, World())
+    parts = [_part_of_validation(config, feed, Alone(rank, ranks), tmp_path) for rank in range(ranks)]
+    rows = feed.batches.validation(range(3))
+    model = Decoder(config.model.decoder(feed.batches.vocab_size))
+    initialise(model, config.seed)
+    with torch.no_grad():
+        want = float(model(rows.tokens, targets=rows.targets))
+    assert sum(count for _, count in parts) == rows.targets.numel()
+    assert sum(loss for loss, _ in parts) / rows.targets.numel() == pytest.approx(want, abs=1e-5)
+
+
+class Alone(World):
+    """A rank that remembers what it would have added to the others' numbers."""
+
+    def total(self, *values: float | torch.Tensor) -> list[float]:
+        self.added = [float(value) for value in values]
+        return self.added
+
+
+def _part_of_validation(config: Any, feed: Any, rank: Alone, directory: Path) -> list[float]:
+    one = Trainer(config, directory, feed, World(), quiet=True)
+    one.world = rank
+    one._validation_loss()
+    return rank.added
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["rope", "grape-ap"])
+def test_compiled_it_learns_the_same(encoding: str, data: Path, tmp_path: Path) -> None:
+    sizes = {"train__steps": 4, "model__encoding": encoding}
+    for name, compiled in (("plain", False), ("compiled", True)):
+        train(tiny_config(data, **sizes, train__compile=compiled), tmp_path / name, quiet=True)
+    plain, quick = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "compiled")
+    assert [line["kind"] for line in plain] == [line["kind"] for line in quick]
+    for one, other in zip(plain, quick, strict=True):
+        assert other.get("loss") == pytest.approx(one.get("loss"), abs=1e-4)
+        assert other.get("values") == pytest.approx(one.get("values"), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_papers_medium_model_takes_a_step(tmp_path: Path) -> None:
+    """353M parameters, 4,096 tokens, forward, backward and optimizer, on this processor."""
+    changes = {
+        "model.encoding": "grape-ap", "data.source": str(_long_data(tmp_path)), "train.batch": 1,
+        "train.micro_batch": 0, "train.steps": 1, "train.warmup": 0, "train.eval_sequences": 1,
+        "train.compile": False, "train.strategy": "ddp", "train.precision": "fp32", "log.tensorboard": False,
+    }  # fmt: skip
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        outcome = train(load("paper-medium", changes), tmp_path / "run", quiet=True)
+    finally:
+        torch.set_num_threads(threads)
+    [line] = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "train"]
+    assert outcome.step == 1 and 10 < line["loss"] < 12 and line["grad_norm"] > 0
+    print(f"{outcome.seconds:.0f} s, {outcome.peak_memory_bytes / 1e9:.1f} GB")
+
+
+def _long_data(directory: Path) -> Path:
+    (directory / "long").mkdir()
+    return tiny_data(directory / "long", documents=400)
