@@ -66,7 +66,8 @@ def test_decoder_and_hf_read_each_others_files(tmp_path):
     model.save_pretrained(tmp_path / "a")
     plain = load_decoder(tmp_path / "a").eval()
     save_decoder(plain, tmp_path / "b")
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["config.json", "model.safetensors"]
+    files = ["config.json", "model.safetensors", "modeling_grape.py"]  # the last for trust_remote_code
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == files
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     with torch.no_grad():
         want = model(tokens()).logits

@@ -14,22 +14,25 @@ from torch import Tensor
 from .config import HF_NAMES, DecoderConfig
 from .decoder import Decoder
 from .extras import require
+from .remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
-    """Write config.json and model.safetensors; both or, if anything fails, neither."""
+    """Write the configuration, the weights, and what lets `AutoModel` find this package; all or nothing."""
     st = require("safetensors.torch", "hf")
     directory = Path(directory)
-    said = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], **model.config.to_hf()}
+    said = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], "auto_map": AUTO_MAP}
+    said |= model.config.to_hf()
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     directory.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory, prefix=".part-"))
     try:
         (scratch / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        (scratch / REMOTE_FILE).write_text(REMOTE_CODE)
         st.save_file(tensors, scratch / WEIGHTS, {"format": "pt"})
-        for name in (WEIGHTS, CONFIG):
+        for name in (WEIGHTS, REMOTE_FILE, CONFIG):
             os.replace(scratch / name, directory / name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -10,22 +10,6 @@ from transformers import PreTrainedConfig
 from .config import HF_NAMES, DecoderConfig
 
 LAYER_TYPE = "grape_attention"
-#: written beside saved models, so that the Hub's remote code finds this package
-REMOTE_FILE = "modeling_grape.py"
-REMOTE_CODE = '''"""Loads this model through the grape-pe package: pip install 'grape-pe[hf]'."""
-
-try:
-    from grape_pe.models.hf import GrapeConfig, GrapeForCausalLM, GrapeModel
-except ImportError as error:
-    raise ImportError("this model needs grape-pe; install it with: pip install 'grape-pe[hf]'") from error
-
-__all__ = ["GrapeConfig", "GrapeForCausalLM", "GrapeModel"]
-'''
-AUTO_MAP = {
-    "AutoConfig": "modeling_grape.GrapeConfig",
-    "AutoModel": "modeling_grape.GrapeModel",
-    "AutoModelForCausalLM": "modeling_grape.GrapeForCausalLM",
-}
 
 
 @strict

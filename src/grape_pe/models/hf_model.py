@@ -19,11 +19,12 @@ from ..encodings import Encoding
 from ..encodings.base import FullPrecision
 from .blocks import EMBEDDING_STD, Block, check_packing
 from .hf_cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
-from .hf_config import AUTO_MAP, REMOTE_CODE, REMOTE_FILE, GrapeConfig
+from .hf_config import GrapeConfig
 from .kv_shift import KVShift
 from .layout import Layout, Tail, positions_from_mask
 from .loss import cross_entropy
 from .norm import RMSNorm
+from .remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
