@@ -8,6 +8,7 @@ import pytest
 
 from attention_cases import one_thread  # noqa: F401
 from grape_pe import cli
+from grape_pe.commands import bench
 
 SMALL = ["--lengths", "96", "--rounds", "2", "--heads", "2", "--width", "16"]
 
@@ -45,6 +46,6 @@ def test_wrong_input_gets_a_sentence(arguments, words, capsys):
 
 
 def test_without_the_checkout_it_says_so(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
     assert cli.main(["bench", "attention"]) == 2
     assert "source checkout" in capsys.readouterr().err
