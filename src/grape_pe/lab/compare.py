@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from .arm_run import finished, run_job
 from .comparison import EVALUATION, REPORT, RESULTS, Comparison, Job, jobs, open_directory
 from .feed import open_feed
 from .metrics import ProgressLine, read_metrics
-from .report import read_results, table, write_report
+from .report import write_report
 from .run_directory import write_whole
 from .world import World
 
@@ -65,10 +64,6 @@ def summarise(root: Path, comparison: Comparison) -> Path:
             lines.append(json.dumps({"kind": "language" if job.task is None else "task", **said}))
     write_whole(root / RESULTS, "".join(line + "\n" for line in lines))
     return write_report([root], root / REPORT)
-
-
-def terminal_table(roots: Sequence[Path]) -> str:
-    return table(read_results(roots))
 
 
 def _run_all(missing: list[Job], comparison: Comparison, root: Path, places: int, quiet: bool) -> None:

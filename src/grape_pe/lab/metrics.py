@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class ProgressLine:
         self.began = self.printed = time.monotonic()
         self.validation = ""
         self.bar: Any = None
-        if not quiet and sys.stderr.isatty() and "rich" in _installed():
+        if not quiet and sys.stderr.isatty() and find_spec("rich") is not None:
             self._open_bar()
 
     def _open_bar(self) -> None:
@@ -120,9 +120,3 @@ class ProgressLine:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
-
-
-def _installed() -> set[str]:
-    from importlib.util import find_spec
-
-    return {name for name in ("rich",) if find_spec(name) and not os.environ.get("GRAPE_PLAIN")}

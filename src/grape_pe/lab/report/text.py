@@ -50,7 +50,7 @@ def _cut(text: str, width: int) -> str:
 
 def _footer(rows: list[Row]) -> list[str]:
     said = [f"{row.label}: {row.status}" for row in rows if row.status]
-    if rows and all(row.val_loss is None or row.val_loss.count == 1 for row in rows):
+    if rows and all(max(len(row.losses), len(row.solved)) <= 1 for row in rows):
         said.append("one seed each: no spread and no interval")
     return said
 
