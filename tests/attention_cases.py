@@ -166,7 +166,6 @@ def assert_as_good_as_dense(
     dtype: torch.dtype,
     masks: dict,
     bias_grad: bool = True,
-    times: float = 2.0,
     **options,
 ) -> None:
     """The rule: at most twice the error of the dense computation in the same dtype, against float64.
@@ -185,10 +184,10 @@ def assert_as_good_as_dense(
         return errors_of(truth, dense, got, what, RELATIVE.get(dtype, 0.0))
 
     found = errors(0)
-    if broken(found, times):
+    if broken(found):
         more = [found, *(errors(draw) for draw in range(1, 1 + MORE_DRAWS))]
         found = {name: tuple(map(sum, zip(*(one[name] for one in more), strict=True))) for name in found}
-    assert not broken(found, times), f"{what}: {broken(found, times)}"
+    assert not broken(found), f"{what}: {broken(found)}"
 
 
 def errors_of(
@@ -207,22 +206,16 @@ def errors_of(
     return {name: one(name, right) for name, right in truth.items()}
 
 
-def broken(errors: Errors, times: float = 2.0) -> str:
+def broken(errors: Errors) -> str:
     """The tensors that break the rule, with their error and what that of the dense computation was."""
-    bad = [(name, *pair) for name, pair in errors.items() if not pair[0] <= times**2 * pair[1]]
+    bad = [(name, *pair) for name, pair in errors.items() if not pair[0] <= 2**2 * pair[1]]
     return ", ".join(f"{name}: error {ours**0.5:.2e}, dense {known**0.5:.2e}" for name, ours, known in bad)
 
 
-def compare(
-    truth: dict[str, Tensor],
-    dense: dict[str, Tensor],
-    got: dict[str, Tensor],
-    what: str,
-    times: float = 2.0,
-) -> None:
+def compare(truth: dict[str, Tensor], dense: dict[str, Tensor], got: dict[str, Tensor], what: str) -> None:
     """The rule, for one draw."""
     found = errors_of(truth, dense, got, what)
-    assert not broken(found, times), f"{what}: {broken(found, times)}"
+    assert not broken(found), f"{what}: {broken(found)}"
 
 
 def by_mask(q: Tensor, k: Tensor, v: Tensor, bias: Bias, causal: bool) -> Tensor:

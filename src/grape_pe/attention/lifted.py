@@ -60,6 +60,8 @@ def attend_lifted(
     width = v.shape[-1]
     if q.numel() == 0 or k.shape[2] == 0 or width == 0:
         return v.new_zeros(*q.shape[:3], width) + sum(x[..., :0].sum() for x in (q, k, v))
+    if k.shape[2] == 1:
+        return _one_key(q, k, v, scale)
     mask = None
     if isinstance(bias, SlopeBias) and q.shape[2] == 1:
         mask = _row(bias, q, k)  # one query: the bias is no larger than a key's worth, and exact as it stands
@@ -75,6 +77,12 @@ def attend_lifted(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out[:, :, : masks.query_length, :width]
+
+
+def _one_key(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The weight is one, whatever the bias; torch's kernels take it back from a logsumexp, which rounds."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return (scale * q @ k.mT).softmax(-1) @ v
 
 
 def _row(bias: SlopeBias, q: Tensor, k: Tensor) -> Tensor:
@@ -109,12 +117,16 @@ def _stack(coordinates: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _products(term: SlopeTerm, scale: float, dtype: torch.dtype) -> list[_Product]:
-    """The term as products owned by the query and by the key; attention scales them, so c is divided."""
+    """The term as products owned by the query and by the key; attention scales them, so c is divided.
+
+    A softmax does not feel a shift of its row: where the query owns the rate, c is taken from its own key,
+    whose bias becomes zero. So q.k is added to something small at the keys that matter.
+    """
     middle = 0.5 * (term.c_k.double().amin(-1, True) + term.c_k.double().amax(-1, True))
     c_q, c_k = ((c.double() - middle) / scale for c in (term.c_q, term.c_k))
     products = []
     if term.rate_q is not None:
-        products.append(_Product(term.rate_q.double(), c_q, c_k, dtype, swap=False))
+        products.append(_Product(term.rate_q.double(), c_k, c_k, dtype, swap=False))
     if term.rate_k is not None:  # rate_k (c_k - c_q) = -rate_k (c_q - c_k), owned by the key
         products.append(_Product(-term.rate_k.double(), c_k, c_q, dtype, swap=True))
     return products
