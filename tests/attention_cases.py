@@ -183,6 +183,11 @@ def assert_as_good_as_dense(
         got = evaluate(drawn, kind, impl, dtype, masks, bias_grad, draw, **options)
         return errors_of(truth, dense, got, what, RELATIVE.get(dtype, 0.0))
 
+    assert_rule(errors, what)
+
+
+def assert_rule(errors: Callable[[int], Errors], what: str) -> None:
+    """The rule for draw 0 or, if that breaks it, for all draws together."""
     found = errors(0)
     if broken(found):
         more = [found, *(errors(draw) for draw in range(1, 1 + MORE_DRAWS))]

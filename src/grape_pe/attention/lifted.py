@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..bias import Bias, NoBias, SlopeBias, SlopeTerm
 from .masks import Masks
+from .one_key import attend_one_key
 from .pruning import Prune
 
 #: digits of a number, and their bits: a product of two leaves two bits of the accumulator (24 in float32)
@@ -61,7 +62,7 @@ def attend_lifted(
     if q.numel() == 0 or k.shape[2] == 0 or width == 0:
         return v.new_zeros(*q.shape[:3], width) + sum(x[..., :0].sum() for x in (q, k, v))
     if k.shape[2] == 1:
-        return _one_key(q, k, v, scale)
+        return attend_one_key(q, k, v, bias, masks, scale)
     mask = None
     if isinstance(bias, SlopeBias) and q.shape[2] == 1:
         mask = _row(bias, q, k)  # one query: the bias is no larger than a key's worth, and exact as it stands
@@ -77,12 +78,6 @@ def attend_lifted(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out[:, :, : masks.query_length, :width]
-
-
-def _one_key(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The weight is one, whatever the bias; torch's kernels take it back from a logsumexp, which rounds."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return (scale * q @ k.mT).softmax(-1) @ v
 
 
 def _row(bias: SlopeBias, q: Tensor, k: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...bias import Bias
 from ..masks import Masks
+from ..one_key import attend_one_key
 from .inputs import Parts, document_ids, expand_path, first_of_document, stack_slope, take_apart
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -136,6 +137,8 @@ def attend_triton(
     _check(q, k, v, bias, masks)
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):
         return q.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
+    if k.shape[2] == 1:
+        return attend_one_key(q, k, v, bias, masks, scale)
     from .ops import triton_forward
 
     out: Tensor = triton_forward(*_operator_inputs(q, k, v, bias, masks, scale, prune))[0]

@@ -99,7 +99,7 @@ def _query_walk(
     HOIST: tl.constexpr, PRECISION: tl.constexpr, PATH_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of [begin, end) from the left; `left` is the sum of dS over the keys already passed."""
-    dq, dp, d_path_rate, left, d_rate, d_c = state
+    dq, dp, d_path_rate, mean, left, d_rate, d_c = state
     for start in tl.range(begin, end, BN, disable_licm=not HOIST):
         j = start + tl.arange(0, BN)
         if CHUNK > 0:
@@ -118,11 +118,14 @@ def _query_walk(
             z = tl.dot(p, tl.trans(probe), input_precision=PATH_PRECISION) * path_scale
             edge, slope = path_edges(z, t, j, MASKED, BOUNDED_LINK, False)
             carry = tl.load(CARRY + block, mask=live, other=0.0)
-            x += rate * (tl.cumsum(edge, 1, reverse=True) + carry[:, None])
+            path = tl.cumsum(edge, 1, reverse=True) + carry[:, None]
+            x += rate * path
         w = exp_difference(x, lse[:, None])
         if MASKED:
             seen = visible(DOCS, PADDING, t, j, TK, window, False, CAUSAL, WINDOW, HAS_DOCS, HAS_PADDING)
             w = tl.where(seen, w, 0.0)
+        if HAS_PATH:
+            mean += tl.sum(w * path, 1)
         if CHUNK > 0:
             dw = products_by_chunk(
                 do_base, row, stride_ot, TQ, v_base, start, stride_vt, TK, BM, BN, DV, CHUNK, PRECISION
@@ -152,7 +155,7 @@ def _query_walk(
             d_path_rate += tl.sum(passed * edge, 1)
             dz = (passed * slope * (rate * path_scale)).to(probe.dtype)
             dp = tl.dot(dz, probe, dp, input_precision=PATH_PRECISION)
-    return dq, dp, d_path_rate, left, d_rate, d_c
+    return dq, dp, d_path_rate, mean, left, d_rate, d_c
 
 
 @triton.jit
@@ -227,6 +230,7 @@ def query_kernel(
         tl.zeros((BM, BLOCK_P), tl.float32),
         tl.zeros((BM,), tl.float32),
         tl.zeros((BM,), tl.float32),
+        tl.zeros((BM,), tl.float32),
         d_rate,
         d_c,
     )
@@ -250,9 +254,10 @@ def query_kernel(
     store_rows(DQ + bh * TQ * D, row, D, TQ, state[0] * scale, BM, D, PART_D, feature)
     if HAS_PATH:
         store_rows(D_PROBE + bh * TQ * P, row, P, TQ, state[1], BM, P, BLOCK_P)
-        tl.store(D_PATH_RATE + bh * TQ + i, state[2], mask=live)
+        # a row's dS adds up to zero; what rounding leaves of it is taken back with the row's weights
+        tl.store(D_PATH_RATE + bh * TQ + i, state[2] - state[4] * state[3], mask=live)
     for r in tl.static_range(R):
         if NEED_RATE:
-            tl.store(D_RATE + (bh * R + r) * TQ + i, state[4][r], mask=live)
+            tl.store(D_RATE + (bh * R + r) * TQ + i, state[5][r], mask=live)
         if NEED_C:
-            tl.store(D_C + (bh * R + r) * TQ + i, state[5][r], mask=live)
+            tl.store(D_C + (bh * R + r) * TQ + i, state[6][r], mask=live)
