@@ -555,8 +555,8 @@ extern "C" void grape_forward(const Problem *problem) {
     {
         Forward forward(p);
 #pragma omp for schedule(dynamic, 1)
-        for (long job = 0; job < jobs; job++)  // the longest rows first
-            forward.run(job % (p.B * p.H), blocks - 1 - job / (p.B * p.H));
+        for (long job = 0; job < jobs; job++)  // a head's keys stay in cache; its longest rows first
+            forward.run(job / blocks, blocks - 1 - job % blocks);
     }
 }
 
