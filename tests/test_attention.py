@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,27 +194,60 @@ def test_probes_for_every_head():
     assert torch.equal(shared, own)
 
 
-@pytest.mark.parametrize("impl", ("blockwise", "lifted"))
+FAR = 32768
+
+
+def few_rows(logits_of, v, rows) -> dict[str, dict[str, torch.Tensor]]:
+    """Those rows of causal attention, densely: in float64 (the truth) and in float32."""
+
+    def dense(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        hidden = torch.arange(v.shape[2]) > rows.unsqueeze(-1)
+        y = logits_of(dtype).masked_fill(hidden, -torch.inf).softmax(-1) @ v.to(dtype)
+        return {"y": y.double()}
+
+    return {"truth": dense(torch.float64), "dense": dense(torch.float32)}
+
+
+@pytest.mark.parametrize("impl", ("blockwise", "lifted", "rows"))
 @pytest.mark.parametrize("rate", (1e-6, 1e-3, 0.1, 8.0))
 def test_accuracy_at_length(impl, rate):
     """T = 32768, a few rows against float64: what a query and a key both add to the rate, at long range."""
-    length, rows = 32768, torch.tensor([5, 1000, 20001, 32767])
+    rows = torch.arange(FAR - 4, FAR) if impl == "rows" else torch.tensor([5, 1000, 20001, FAR - 1])
     g = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 1, length, 8, generator=g) for _ in range(3))
-    c = (2 * torch.rand(1, 1, length, generator=g, dtype=torch.float64)).cumsum(-1)
-    rate_q, rate_k = (rate * torch.rand(1, 1, length, generator=g) for _ in range(2))
-    bias = SlopeBias((SlopeTerm(c, c, rate_q, rate_k),))
+    q, k, v = (torch.randn(1, 1, FAR, 8, generator=g) for _ in range(3))
+    c = (2 * torch.rand(1, 1, FAR, generator=g, dtype=torch.float64)).cumsum(-1)
+    rate_q, rate_k = (rate * torch.rand(1, 1, FAR, generator=g) for _ in range(2))
 
-    def dense(dtype: torch.dtype) -> torch.Tensor:
+    def logits(dtype: torch.dtype) -> torch.Tensor:
         offset = (c.unsqueeze(-2) - c[:, :, rows].unsqueeze(-1)).to(dtype)
         slope = rate_q[:, :, rows].to(dtype).unsqueeze(-1) + rate_k.to(dtype).unsqueeze(-2)
-        logits = q[:, :, rows].to(dtype) @ k.to(dtype).transpose(-1, -2) * 8**-0.5 + slope * offset
-        hidden = torch.arange(length) > rows.unsqueeze(-1)
-        return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.to(dtype)
+        return q[:, :, rows].to(dtype) @ k.to(dtype).transpose(-1, -2) * 8**-0.5 + slope * offset
 
-    truth, plain = {"y": dense(torch.float64)}, {"y": dense(torch.float32).double()}
-    got = {"y": attend(q, k, v, bias=bias, impl=impl)[:, :, rows].double()}
-    compare(truth, plain, got, f"{impl} at rate {rate}")
+    asked = rows if impl == "rows" else slice(None)
+    bias = SlopeBias((SlopeTerm(c[..., asked], c, rate_q[..., asked], rate_k),))
+    y = attend(q[:, :, asked], k, v, bias=bias, impl=impl)
+    got = {"y": (y if impl == "rows" else y[:, :, rows]).double()}
+    compare(**few_rows(logits, v, rows), got=got, what=f"{impl} at rate {rate}")
+
+
+@pytest.mark.parametrize("kernel", ["native", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("rate", (1e-6, 1e-3, 0.1, 8.0))
+def test_accuracy_of_a_path_at_length(kernel, rate):
+    """T = 32768: what tens of thousands of edges add up to, against their sum in float64."""
+    rows = torch.tensor([5, 1000, 20001, FAR - 1])
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, FAR, 8, generator=g) for _ in range(3))
+    probe_q, probe_k = (2 * torch.randn(1, 1, FAR, 6, generator=g) for _ in range(2))
+    slope = torch.full((1, 1, 1), rate)
+
+    def logits(dtype: torch.dtype) -> torch.Tensor:
+        z = probe_q[:, :, rows].to(dtype) @ probe_k.to(dtype).transpose(-1, -2) / 6
+        edge = F.logsigmoid(z).masked_fill(torch.arange(FAR) > rows.unsqueeze(-1), 0.0)
+        after = edge.flip(-1).cumsum(-1).flip(-1) - edge  # of the tokens after j, up to the query
+        return q[:, :, rows].to(dtype) @ k.to(dtype).transpose(-1, -2) * 8**-0.5 + rate * after
+
+    y = attend(q, k, v, bias=PathBias(probe_q, probe_k, slope), impl="blockwise")
+    compare(**few_rows(logits, v, rows), got={"y": y[:, :, rows].double()}, what=f"path at rate {rate}")
 
 
 @pytest.mark.parametrize("length", (300, 2000))

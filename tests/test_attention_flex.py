@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from attention_cases import BIASES, cast, compare, evaluate, inputs, one_thread, rounded  # noqa: F401
-from grape_pe.attention import attend
+from attention_cases import BIASES, SLOPES, cast, compare, evaluate, inputs, one_thread, rounded  # noqa: F401
+from grape_pe.attention import attend, flex
 from grape_pe.attention.flex import _captured, _score_mod, _visible
 from grape_pe.attention.masks import Masks
 
@@ -17,16 +18,39 @@ ALL = {
 }
 
 
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """FlexAttention as torch runs it without a compiler: the same functions, all pairs at once."""
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+
+
+def check(kind: str, length: int, dtype: torch.dtype, masks: dict) -> None:
+    i = rounded(inputs(length, width=32, value_width=32), dtype)
+    truth, dense = ({"y": evaluate(i, kind, "reference", to, masks)["y"]} for to in (torch.float64, dtype))
+    low = cast(i, dtype, grad=False)
+    y = attend(low["q"], low["k"], low["v"], bias=BIASES[kind](low), impl="flex", **masks)
+    compare(truth, dense, {"y": y.double()}, f"{kind} by flex")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("length", (1, 63, 217, 1025))
+@pytest.mark.parametrize("kind", SLOPES)
+def test_by_length(uncompiled, kind, length):
+    check(kind, length, torch.float32, {})
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("masks", (ALL, {"causal": False}, {"window": 9}), ids=("all", "full", "window"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("kind", SLOPES)
+def test_by_mask_and_dtype(uncompiled, kind, dtype, masks):
+    check(kind, 100, dtype, masks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, masks", [("terms", {}), ("a-qk", ALL), ("none", {"causal": False})])
 def test_compiled_inference(kind, masks):
-    i = rounded(inputs(100, width=32, value_width=32), torch.float32)
-    truth, dense = (
-        {"y": evaluate(i, kind, "reference", dtype, masks)["y"]} for dtype in (torch.float64, torch.float32)
-    )
-    low = cast(i, torch.float32, grad=False)
-    y = attend(low["q"], low["k"], low["v"], bias=BIASES[kind](low), impl="flex", **masks)
-    compare(truth, dense, {"y": y.double()}, f"{kind} by flex")
+    check(kind, 100, torch.float32, masks)
 
 
 @pytest.mark.parametrize("kind", ["none", "fox"])
