@@ -81,8 +81,7 @@ class Launch:
             return
         self.kernel[self.grid](
             **{name: self.arguments[name] for name in self.kernel.arg_names},
-            num_warps=self.tile.warps,
-            num_stages=self.tile.stages,
+            **self.tile.options(),
             enable_fp_fusion=True,  # stated, because Triton's default is about to change
         )
 

@@ -126,7 +126,7 @@ def _signature(step: Launch) -> tuple[dict[str, str], dict[tuple[int, ...], Any]
 def measure(step: Launch, arch: int) -> Usage:
     """Compile one launch for sm_<arch> and read what it uses."""
     source = ASTSource(step.kernel, *_signature(step))
-    options = {"num_warps": step.tile.warps, "num_stages": step.tile.stages, "enable_fp_fusion": True}
+    options = {**step.tile.options(), "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = _read_cubin(compiled.asm["cubin"])
     meta = compiled.metadata

@@ -23,48 +23,46 @@ class Tile:
     chunk: int = 0  # features taken at a time in products along them; 0: all, kept in registers
     parts: int = 1  # programs that share a block of rows, each with a part of the features it sums up
     hoist: bool = True  # False: the compiler computes afresh for each tile what is the same for all
+    registers: int | None = None  # a thread's; None: the assembler may spill some to fit a second block
+
+    def options(self) -> dict[str, int]:
+        """What the compiler is told, beside the constants of the kernel."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 Row = tuple[Tile, Tile, Tile]  # forward, query, key
 KERNELS = ("forward", "query", "key")
 
 # The key kernel's keys are a multiple of the query kernel's: path sums are kept at the latter's borders.
-_WIDE = (Tile(128, 64, stages=3), Tile(128, 64), Tile(64, 128))
-_PATH_64 = (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128))
-_BOTH_64 = (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True))
-# Head size 256: two to four programs share a block of rows, and read its features again where registers
-# do not hold them beside what is summed up.
-_BOTH_256 = (
-    Tile(128, 32, parts=2),
-    Tile(64, 16, warps=4, stages=1, chunk=32, parts=2, hoist=False),
-    Tile(16, 64, warps=4, split=True, chunk=64, parts=2, hoist=False),
-)
+# Where registers do not hold a block's features beside what is summed up, programs share the block (parts) or
+# read its features again (chunk).
 _HALF: dict[str, dict[int, dict[int, Row]]] = {
     "slope": {
         80: {
-            32: _WIDE,
-            64: (Tile(128, 64, stages=3), Tile(128, 64), Tile(32, 128, split=True)),
+            32: (Tile(128, 64, stages=3), Tile(128, 64), Tile(64, 128)),
+            64: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128, split=True)),
             128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
             256: (Tile(128, 32, parts=2), Tile(128, 16, parts=2), Tile(16, 128, split=True, parts=2)),
         },
         90: {
-            32: _WIDE,
+            32: (Tile(128, 64, stages=3), Tile(128, 64), Tile(64, 128)),
             64: (Tile(128, 64, stages=3), Tile(128, 64), Tile(32, 128)),
             128: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128, split=True)),
             256: (Tile(128, 32, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
         },
         100: {
-            32: _WIDE,
-            64: _WIDE,
-            128: (Tile(128, 64, stages=3), Tile(128, 64), Tile(32, 128)),
+            32: (Tile(128, 64, stages=3), Tile(128, 64), Tile(64, 128)),
+            64: (Tile(128, 64, stages=3), Tile(128, 64, hoist=False), Tile(64, 128)),
+            128: (Tile(128, 64, stages=3), Tile(128, 64, hoist=False), Tile(32, 128)),
             256: (Tile(128, 32), Tile(128, 32), Tile(32, 128, split=True)),
         },
     },
     "path": {
         80: {
             32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128, split=True)),
-            64: (Tile(128, 64, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
-            128: (Tile(128, 16, stages=3), Tile(128, 16), Tile(16, 128, split=True, parts=2)),
+            64: (Tile(128, 32, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
+            128: (Tile(128, 16, stages=3), Tile(128, 16, parts=2), Tile(16, 128, split=True, parts=2)),
             256: (
                 Tile(64, 16, warps=4, parts=4),
                 Tile(64, 16, warps=4, stages=1, chunk=16, parts=4),
@@ -72,36 +70,52 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
             ),
         },
         90: {
-            32: _PATH_64,
+            32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128)),
             64: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128)),
-            128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(32, 128, split=True)),
-            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
+            128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(32, 128, split=True, hoist=False)),
+            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, stages=1, split=True, hoist=False)),
         },
         100: {
-            32: _PATH_64,
-            64: _PATH_64,
-            128: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128)),
-            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
+            32: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128)),
+            64: (Tile(128, 32, stages=3), Tile(128, 32, hoist=False), Tile(32, 128)),
+            128: (Tile(128, 16, stages=3), Tile(64, 32, warps=4, hoist=False), Tile(32, 128, hoist=False)),
+            256: (
+                Tile(64, 16, warps=4, stages=1, parts=2, hoist=False),
+                Tile(128, 16, parts=2),
+                Tile(16, 128, split=True, hoist=False),
+            ),
         },
     },
     "both": {
         80: {
-            32: _BOTH_64,
-            64: (Tile(128, 32), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
-            128: (Tile(128, 32), Tile(128, 16, parts=2), Tile(16, 128, split=True, parts=2)),
-            256: _BOTH_256,
+            32: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            64: (Tile(128, 32), Tile(128, 16, parts=2), Tile(16, 128, split=True, hoist=False)),
+            128: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, stages=1, split=True)),
+            256: (
+                Tile(128, 32, parts=2),
+                Tile(64, 16, warps=4, stages=1, chunk=16, parts=4, hoist=False),
+                Tile(16, 64, warps=4, split=True, chunk=32, parts=4),
+            ),
         },
         90: {
-            32: _BOTH_64,
-            64: _BOTH_64,
-            128: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
-            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
+            32: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            64: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            128: (Tile(128, 32), Tile(128, 16, stages=1, hoist=False), Tile(16, 128, split=True)),
+            256: (
+                Tile(128, 16, parts=2),
+                Tile(64, 16, warps=4, stages=1, parts=4, hoist=False),
+                Tile(16, 128, split=True, parts=2),
+            ),
         },
         100: {
-            32: _BOTH_64,
-            64: _BOTH_64,
+            32: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            64: (Tile(128, 32), Tile(128, 16), Tile(32, 128, stages=1, split=True, hoist=False)),
             128: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
-            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, split=True)),
+            256: (
+                Tile(128, 16, hoist=False),
+                Tile(128, 16, parts=2, hoist=False),
+                Tile(16, 128, stages=1, split=True, hoist=False),
+            ),
         },
     },
 }
