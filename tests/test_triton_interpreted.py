@@ -277,6 +277,7 @@ def test_gradients_are_deterministic() -> None:
 PRUNED: dict[str, dict[str, Any]] = {
     "alibi": {"bias": "alibi", "steep": 4.0},
     "gated": {"bias": "slope", "steep": 20.0, "key_heads": 1},
+    "gated-padded": {"bias": "slope", "steep": 20.0, "padding": True},
     "path": {"bias": "path", "steep": 4.0},
     "path-padded": {"bias": "path", "steep": 4.0, "padding": True, "key_heads": 1},
     "both": {"bias": "slope+path", "steep": 40.0},

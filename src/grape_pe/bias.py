@@ -62,13 +62,15 @@ class Bias:
     @property
     def query_length(self) -> int | None:
         """Tq, or None when the bias fits any length."""
-        sizes = [view.shape[2] for view in self.views().values()]
-        return max(sizes) if sizes else None
+        return _length(self.views())
 
     @property
     def key_length(self) -> int | None:
-        sizes = [trace.shape[2] for trace in self.traces().values()]
-        return max(sizes) if sizes else None
+        return _length(self.traces())
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Raise a ValueError, saying which tensor, unless the bias belongs to attention of that shape."""
+        _check_lengths(self.query_length, self.key_length, queries, keys)
 
     def queries(self, rows: slice) -> Self:
         """Keep the last queries. Any other part would not stand at the last key: make a `tile` of it."""
@@ -107,6 +109,28 @@ class Bias:
 
     def __add__(self, other: Bias) -> Bias:
         return _sum([*_parts(self), *_parts(other)])
+
+
+def _length(tensors: Mapping[str, Tensor]) -> int | None:
+    """Tokens along the third axis; one stands for any number of them, except none."""
+    sizes = [tensor.shape[2] for tensor in tensors.values()]
+    return (0 if 0 in sizes else max(sizes)) if sizes else None
+
+
+def _check_lengths(query_length: int | None, key_length: int | None, queries: int, keys: int) -> None:
+    for what, have, want in (("queries", query_length, queries), ("keys", key_length, keys)):
+        if have is not None and have != want:
+            raise ValueError(
+                f"the bias was made for {have} {what} but there are {want}; "
+                "use bias.queries(…), bias.keys(…) or past.extend(bias) to fit it"
+            )
+
+
+def _check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
+    """Each axis must have one of the sizes allowed for it."""
+    if tensor.dim() != len(allowed) or any(n not in a for n, a in zip(tensor.shape, allowed, strict=True)):
+        wanted = ", ".join(" or ".join(map(str, sorted(set(sizes)))) for sizes in allowed)
+        raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
 
 
 def _check_tail(what: str, part: slice, length: int | None) -> None:
@@ -199,6 +223,16 @@ class SlopeTerm(Bias):
         if self.rate_q is None and self.rate_k is None:
             raise ValueError("a SlopeTerm needs rate_q or rate_k (None means zero); got neither")
 
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        _check_lengths(self.c_q.shape[2], self.c_k.shape[2], queries, keys)
+        shape = (1, batch), (1, heads)
+        _check_tensor("c_q", self.c_q, *shape, (queries,))
+        _check_tensor("c_k", self.c_k, *shape, (keys,))
+        if self.rate_q is not None:
+            _check_tensor("rate_q", self.rate_q, *shape, (1, queries))
+        if self.rate_k is not None:
+            _check_tensor("rate_k", self.rate_k, *shape, (keys,))
+
     def tile(self, rows: slice, cols: slice) -> Tensor:
         offset = self.c_k[:, :, cols].unsqueeze(-2) - self.c_q[:, :, rows].unsqueeze(-1)
         rate: Tensor | float = 0.0
@@ -223,6 +257,10 @@ class SlopeBias(Bias):
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         return sum((term.tile(rows, cols) for term in self.terms[1:]), self.terms[0].tile(rows, cols))
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        for term in self.terms:
+            term.check(batch, heads, queries, keys)
 
     def views(self) -> dict[str, Tensor]:
         return _prefixed(self.terms, lambda term: term.views())
@@ -251,6 +289,19 @@ class PathBias(Bias):
     rate: Tensor
     link: Link = "logsigmoid"
     rotation: ProbeRotation = "none"
+
+    def __post_init__(self) -> None:
+        if self.link not in LINKS:
+            raise ValueError(f"link must be one of {', '.join(LINKS)}, got {self.link!r}")
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        _check_lengths(self.probe_q.shape[2], self.probe_k.shape[2], queries, keys)
+        probes, features = self.probe_q.shape[1], self.probe_q.shape[-1]
+        if probes == 0 or heads % probes:
+            raise ValueError(f"probe heads must divide the {heads} query heads, got {probes}")
+        _check_tensor("probe_q", self.probe_q, (1, batch), (probes,), (queries,), (features,))
+        _check_tensor("probe_k", self.probe_k, (1, batch), (probes,), (keys,), (features,))
+        _check_tensor("rate", self.rate, (1,), (heads,), (1,))
 
     def views(self) -> dict[str, Tensor]:
         return {"probe_q": self.probe_q, "rate": self.rate}
@@ -328,8 +379,14 @@ class SumBias(Bias):
     parts: tuple[Bias, ...]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles: list[Any] = [part.tile(rows, cols) for part in self.parts]
+        tiles: list[Any] = [
+            tile for tile in (part.tile(rows, cols) for part in self.parts) if tile is not None
+        ]
         return sum(tiles[1:], tiles[0])
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        for part in self.parts:
+            part.check(batch, heads, queries, keys)
 
     def views(self) -> dict[str, Tensor]:
         return _prefixed(self.parts, lambda part: part.views())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from ..bias import NO_BIAS, Bias, NoBias
+from ..bias import NO_BIAS, Bias, NoBias, SlopeBias, SlopeTerm
 from . import native
 from .blockwise import attend_blockwise, why_not_blockwise
 from .flex import attend_flex, why_not_flex
@@ -22,6 +24,8 @@ from .tile_op import kernel_for
 
 #: logits below which the plain torch kernels spend more on calls than on arithmetic
 SMALL = 1 << 18
+#: of document ids; torch computes little with the others
+ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Bias, Masks, float, Prune], Tensor]
 WhyNot = Callable[[Tensor, Tensor, Tensor, Bias, Masks], str | None]
@@ -76,6 +80,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
+#: whose kernels are custom operators or torch's own, with reverse-mode gradients only
+FUSED = ("lifted", "blockwise", "rows", "flex", "triton")
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of `attend`, checked."""
@@ -96,7 +104,15 @@ class Call:
     def learns(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
+    @property
+    def pushes_forward(self) -> bool:
+        """Whether a forward-mode derivative is under way, which only plain torch operations have."""
+        tensors = (self.q, self.k, self.v, *self.bias.views().values(), *self.bias.traces().values())
+        return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors)
+
     def why_not(self, name: str) -> str | None:
+        if name in FUSED and self.pushes_forward:
+            return "its kernels have no forward-mode derivative"
         return IMPLEMENTATIONS[name].why_not(self.q, self.k, self.v, self.bias, self.masks)
 
     def run(self, name: str) -> Tensor:
@@ -106,6 +122,8 @@ class Call:
 
 def _preference(call: Call) -> tuple[list[str], str]:
     """What `auto` tries, best first, and the reason for that order."""
+    if call.pushes_forward:
+        return ["reference"], "a forward-mode derivative, which the fused kernels do not have"
     device = call.q.device.type
     plain = isinstance(call.bias, NoBias) and call.masks.plain
     if device == "cpu" and torch.compiler.is_compiling():  # which cannot ask for a C++ compiler
@@ -217,14 +235,19 @@ def _choose(call: Call, impl: str) -> str:
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, masks: Masks, scale: float | None, prune: Prune
 ) -> Call:
-    bias = NO_BIAS if bias is None else bias
-    _check_bias(bias, q, k)
+    bias = _checked_bias(NO_BIAS if bias is None else bias, q, k)
     as_number(prune)
+    if isinstance(scale, Tensor):
+        raise TypeError("scale must be a number, got a Tensor; multiply q by it instead")
+    if q.shape[-1] == 0:  # all logits are zero, or the bias: as with one feature that is zero
+        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
     return Call(q, k, v, bias, masks, q.shape[-1] ** -0.5 if scale is None else scale, prune)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, heads, tokens, features), got shape {tuple(tensor.shape)}; "
@@ -241,21 +264,25 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(
             f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them"
         )
+    _check_devices(q, {"k": k, "v": v})
 
 
-def _check_bias(bias: Bias, q: Tensor, k: Tensor) -> None:
+def _checked_bias(bias: Bias, q: Tensor, k: Tensor) -> Bias:
     if not isinstance(bias, Bias):
         raise TypeError(
             f"bias must be one of the kinds in grape_pe.bias, got {type(bias).__name__}; "
             "wrap a function of tiles in TileBias"
         )
-    lengths = (bias.query_length, bias.key_length)
-    for what, have, want in zip(("queries", "keys"), lengths, (q.shape[2], k.shape[2]), strict=True):
-        if have is not None and have != want:
-            raise ValueError(
-                f"the bias was made for {have} {what} but there are {want}; "
-                "use bias.queries(…), bias.keys(…) or past.extend(bias) to fit it"
-            )
+    bias.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    _check_devices(q, {**bias.views(), **bias.traces()}, "of the bias ")
+    return SlopeBias((bias,)) if isinstance(bias, SlopeTerm) else bias
+
+
+def _check_devices(q: Tensor, others: Mapping[str, Tensor | None], of: str = "") -> None:
+    """The kernels read addresses: a tensor elsewhere must be an error, and before anything is read."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} {of}is on {tensor.device} but q is on {q.device}; move one of them")
 
 
 def _masks(
@@ -277,8 +304,8 @@ def _masks(
     if q.shape[2] > length and (causal or documents is not None):
         what = "causal attention" if causal else "attention over documents"
         raise ValueError(f"{what} needs at least as many keys as queries, got {length} and {q.shape[2]}")
-    if window is not None and window < 1:
-        raise ValueError(f"window counts visible tokens and must be at least 1, got {window}")
+    if window is not None:
+        window = _checked_window(window, q.shape[2] + length)
     if sinks < 0 or (sinks and window is None):
         raise ValueError(f"sinks are keys that outlive a window: give window=… and sinks >= 0, got {sinks}")
     if key_bound is not None and key_bound.shape != k.shape[:2]:
@@ -287,14 +314,22 @@ def _masks(
             f"got {tuple(key_bound.shape)}"
         )
     ids, hidden = _ids(documents, batch, length), _hidden(key_padding, batch, length)
+    _check_devices(q, {"documents": ids, "key_padding": hidden, "key_bound": key_bound})
     return Masks(q.shape[2], length, q.device, causal, window, ids, hidden, sinks, key_bound)
+
+
+def _checked_window(window: int, tokens: int) -> int:
+    """No larger than all there is: kernels add positions to it, in 32 bits."""
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"window counts visible tokens: an integer of at least 1, got {window!r}")
+    return min(window, tokens)
 
 
 def _ids(documents: Tensor | None, batch: int, length: int) -> Tensor | None:
     if documents is None:
         return None
     ids = documents[None] if documents.dim() == 1 else documents
-    if ids.shape not in ((1, length), (batch, length)) or ids.is_floating_point():
+    if ids.shape not in ((1, length), (batch, length)) or ids.dtype not in ID_DTYPES:
         raise ValueError(
             f"documents must be integer ids of shape ({length},) or ({batch}, {length}), one for each "
             f"key; got {documents.dtype} {tuple(documents.shape)}"

@@ -69,7 +69,8 @@ def as_number(prune: Prune) -> float:
         return OFF
     if prune == "auto":
         return AUTO
-    if isinstance(prune, (str, bool)) or not (math.isfinite(prune) and prune > 0):
+    number = isinstance(prune, (int, float)) and not isinstance(prune, bool)
+    if not (number and math.isfinite(prune) and prune > 0):
         raise ValueError(
             "prune must be 'auto', None (off) or a positive distance in nats below a row's maximum; "
             f"got {prune!r}"

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import native, pruning
+from .coordinates import as_two_floats
 from .native import LANES, TILE
 from .tile_problem import TileProblem
 
@@ -100,14 +101,13 @@ def _inputs(p: TileProblem) -> Arrays:
 
 
 def _halves(c: Tensor) -> tuple[Tensor, Tensor]:
-    """A float64 as two float32: their differences, taken apart, lose nothing of c_j - c_t."""
-    high = c.to(torch.float32).contiguous()
-    return high, (c - high).to(torch.float32).contiguous()
+    high, low = as_two_floats(c)
+    return high.contiguous(), low.contiguous()
 
 
 def _small_ids(documents: Tensor) -> Tensor:
     """Ids as int32, renumbered only when they do not fit."""
-    if documents.dtype == torch.int64 and documents.abs().max() >= 1 << 31:
+    if documents.dtype == torch.int64 and bool(((documents < -(1 << 31)) | (documents >= 1 << 31)).any()):
         documents = documents.unique(return_inverse=True)[1]
     return documents.to(torch.int32).contiguous()
 

@@ -79,7 +79,7 @@ def _load() -> ctypes.CDLL | None:
         return None
     try:
         return _open(_built(compiler))
-    except (OSError, subprocess.SubprocessError) as problem:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
         detail = getattr(problem, "stderr", b"") or b""
         warnings.warn(
             f"grape-pe could not build its CPU attention kernel ({problem}); using plain torch, which is "
@@ -99,8 +99,9 @@ def _open(path: Path) -> ctypes.CDLL:
 def cache_directory() -> Path:
     """$GRAPE_PE_CACHE, or grape_pe under the user's cache directory."""
     chosen = os.environ.get("GRAPE_PE_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(base) / "grape_pe"
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grape_pe"
 
 
 def _built(compiler: str) -> Path:

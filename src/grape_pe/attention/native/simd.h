@@ -96,8 +96,8 @@ static inline vf link_slope(vf z, bool bounded) {
 
 // (high, low) += x without losing what falls off the end (two-sum).
 static inline void add_exactly(vf &high, vf &low, vf x) {
-    vf sum = high + x, back = sum - high;
-    low += (high - (sum - back)) + (x - back);
+    vf sum = high + x, back = sum - high, lost = (high - (sum - back)) + (x - back);
+    low += sum - sum == vf{} ? lost : vf{};  // an infinite sum has lost nothing
     high = sum;
 }
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...bias import Bias, NoBias, PathBias, SlopeBias, SumBias
+from ..coordinates import as_two_floats
 from ..masks import Masks
 
 
@@ -99,8 +100,7 @@ def split_coordinate(c: Tensor) -> Tensor:
     """
     if c.dtype != torch.float64:
         return c.float().contiguous()
-    coarse = c.float()
-    return torch.cat([coarse, (c - coarse).float()], 2)
+    return torch.cat(as_two_floats(c), 2)
 
 
 def first_of_document(documents: Tensor) -> Tensor:

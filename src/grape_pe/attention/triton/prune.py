@@ -84,7 +84,7 @@ def _own_logit(
     if rate_k is not None:
         logit = logit + (rate_k[..., shift:] * offset).sum(2)
     if padding is not None:
-        logit = logit.masked_fill(padding[:, None, shift:], -math.inf)
+        logit = logit.masked_fill(padding[:, None, shift:].bool(), -math.inf)
     return logit
 
 
