@@ -83,6 +83,13 @@ def _slope(i: Inputs, rate_q: str | None, rate_k: str | None) -> SlopeBias:
     return SlopeBias((SlopeTerm(i["c_q"], i["c_k"], *pick),))
 
 
+def _walk(i: Inputs) -> SlopeBias:
+    """A coordinate that wanders, with rates of both sides: far keys hold rows."""
+    queries, keys = i["q"].shape[2], i["k"].shape[2]
+    c_q = i["d_k"][..., keys - queries :] if queries <= keys else i["d_q"]
+    return SlopeBias((SlopeTerm(2 * c_q, 2 * i["d_k"], 2 * i["slope"], 2 * i["rate_k"]),))
+
+
 def _alibi(i: Inputs) -> SlopeBias:
     queries, keys = i["q"].shape[2], i["k"].shape[2]
     at = torch.arange(max(queries, keys), dtype=torch.float64).view(1, 1, -1)
@@ -100,11 +107,13 @@ BIASES: dict[str, Callable[[Inputs], Bias]] = {
     "terms": lambda i: (
         _slope(i, "rate_q", "rate_k") + SlopeBias((SlopeTerm(i["d_q"], i["d_k"], i["slope"] - 0.2),))
     ),
+    "walk": _walk,
     "path": lambda i: PathBias(i["probe_q"], i["probe_k"], i["slope"]),
     "bounded": lambda i: PathBias(i["probe_q"], i["probe_k"], i["slope"], "bounded"),
     "slope+path": lambda i: _slope(i, "rate_q", None) + PathBias(i["probe_q"], i["probe_k"], i["slope"]),
     "tile": lambda i: TileBias(_radial, {"x": i["x_q"], "w": i["slope"].unsqueeze(-1)}, {"x": i["x_k"]}),
 }
+#: what can be lifted; not a walk: q.k would be added to a bias that is large at the keys that matter
 SLOPES = ("none", "alibi", "fox", "a-q", "a-k", "a-qk", "terms")
 
 

@@ -308,6 +308,8 @@ struct Backward : Block {
     std::vector<double> rate_sum, c_sum, rate_mean;  // (R, BQ)
     std::vector<uint8_t> todo;
     double drift[BQ], path_sum[BQ], path_mean[BQ];
+    long held_key[BQ];  // the key that holds a row, or -1, and its weight
+    float held_weight[BQ];
     long split = 0;
     double d_rate = 0;
 
@@ -382,10 +384,45 @@ struct Backward : Block {
         gemm(nj, lanes_used, p.Dv, v + j0 * p.Dv, p.Dv, 1, dOT.data(), BQ, dp.data(), BQ, false);
     }
 
-    void weights_and_slopes(long nj) {  // s -> P, dp -> dS = P (dP - delta)
+    void note_held(int n, long j0, long nj, vf most) {
+        for (int i = 0; i < W; i++)
+            for (long j = 0; j < nj && most[i] * HELD > 1; j++)
+                if (s[j * BQ + n * W + i] == most[i]) {
+                    held_key[n * W + i] = j0 + j;
+                    held_weight[n * W + i] = most[i];
+                }
+    }
+
+    // A row's dS adds up to `drift` instead of zero because delta was off by it, and so each dS by that times
+    // its weight: where one key holds the row, that key has nearly all of it, and gives it back.
+    void settle_held() {
+        for (long t = 0; t < nt; t++) {
+            long j = held_key[t], key = (split * p.B * p.H + bh) * p.Tk + j;
+            if (j < 0) continue;
+            double excess = drift[t] * held_weight[t];
+            for (long d = 0; d < p.D; d++) {
+                p.d_k[key * p.D + d] -= excess * q_scaled[t * p.D + d];
+                dq[t * p.D + d] -= excess * k[j * p.D + d];
+            }
+            for (long r = 0; r < p.R && p.want_slope; r++) settle_slope(r, t, j, excess);
+        }
+    }
+
+    void settle_slope(long r, long t, long j, double excess) {
+        long head = r * p.B * p.H + bh, row = head * p.Tq + t0 + t, col = head * p.Tk + j;
+        long out = (split * p.R + r) * p.B * p.H * p.Tk + bh * p.Tk + j;
+        double offset = ((double)p.ck_high[col] - p.cq_high[row]) + ((double)p.ck_low[col] - p.cq_low[row]);
+        double rate = p.rate_q[row] + (p.rate_k ? p.rate_k[col] : 0.0);
+        if (p.rate_k) p.d_rate_k[out] -= excess * offset;
+        if (!p.want_c) return;
+        p.d_ck[out] -= excess * rate;
+        c_sum[r * BQ + t] -= excess * rate;
+    }
+
+    void weights_and_slopes(long j0, long nj) {  // s -> P, dp -> dS = P (dP - delta)
         for (int n = 0; n < nv; n++) {
             vf top = load(m + n * W), inverse = all(1.0f) / load(l + n * W), mean = load(delta + n * W);
-            vf total = {};
+            vf total = {}, most = {};
             for (long j = 0; j < nj; j++) {
                 long i = j * BQ + n * W;
                 vf w = vexp(load(s.data() + i) - top) * inverse;
@@ -393,8 +430,10 @@ struct Backward : Block {
                 vf ds = w * (load(dp.data() + i) - mean);
                 store(dp.data() + i, ds);
                 total += ds;
+                most = vmax(most, w);
             }
             add_lanes(drift, n, total);
+            if (any(most * all(HELD) > all(1.0f))) note_held(n, j0, nj, most);
         }
     }
 
@@ -500,7 +539,7 @@ struct Backward : Block {
                 add_mean(nj, sum);
                 std::copy(sum, sum + nt, delta);
             }
-            weights_and_slopes(nj);
+            weights_and_slopes(j0, nj);
             gemm(nj, p.Dv, nt, s.data(), BQ, 1, d_out, p.Dv, p.d_v + (to * p.Tk + j0) * p.Dv, p.Dv, true);
             gemm(nj, p.D, nt, dp.data(), BQ, 1, q_scaled.data(), p.D, p.d_k + (to * p.Tk + j0) * p.D, p.D, true);
             gemm(nt, p.D, nj, dp.data(), 1, BQ, k + j0 * p.D, p.D, dq.data(), p.D, true);
@@ -524,6 +563,7 @@ struct Backward : Block {
             lse[t] = m[t] + std::log(l[t]);
             before_high[t] = before_low[t] = 0;
             drift[t] = path_sum[t] = path_mean[t] = 0;
+            held_key[t] = -1;
         }
         for (auto *sums : {&rate_sum, &c_sum, &rate_mean}) std::fill(sums->begin(), sums->end(), 0.0);
     }
@@ -541,6 +581,7 @@ struct Backward : Block {
         bool alone = end - first == std::count(todo.begin() + first, todo.begin() + end, 0) + 1;
         if (!alone && held_by_one_key()) renew_delta(first, end);
         for (long kb = first; kb < end; kb++) tile(kb, alone);
+        settle_held();
         finish_bias();
         for (long i = 0; i < nt * p.D; i++) p.d_q[row * p.D + i] = dq[i] * p.scale;
         if (p.P)
