@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ KERNELS = ("forward", "query", "key")
 _HALF: dict[str, dict[int, dict[int, Row]]] = {
     "slope": {
         80: {
-            32: (Tile(128, 64, stages=3), Tile(128, 64), Tile(64, 128)),
+            32: (Tile(128, 64, stages=3, registers=255), Tile(128, 64), Tile(64, 128)),
             64: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128, split=True)),
-            128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
+            128: (Tile(128, 32, stages=3), Tile(128, 16, stages=3), Tile(16, 128, split=True)),
             256: (Tile(128, 32, parts=2), Tile(128, 16, parts=2), Tile(16, 128, split=True, parts=2)),
         },
         90: {
@@ -54,13 +54,13 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
         100: {
             32: (Tile(128, 64, stages=3), Tile(128, 64), Tile(64, 128)),
             64: (Tile(128, 64, stages=3), Tile(128, 64, hoist=False), Tile(64, 128)),
-            128: (Tile(128, 64, stages=3), Tile(128, 64, hoist=False), Tile(32, 128)),
+            128: (Tile(128, 64, stages=3, hoist=False), Tile(128, 64, hoist=False), Tile(32, 128)),
             256: (Tile(128, 32), Tile(128, 32), Tile(32, 128, split=True)),
         },
     },
     "path": {
         80: {
-            32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128, split=True)),
+            32: (Tile(128, 64, stages=3), Tile(128, 16), Tile(32, 128, split=True)),
             64: (Tile(128, 32, stages=3), Tile(128, 16), Tile(16, 128, split=True)),
             128: (Tile(128, 16, stages=3), Tile(128, 16, parts=2), Tile(16, 128, split=True, parts=2)),
             256: (
@@ -70,10 +70,18 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
             ),
         },
         90: {
-            32: (Tile(128, 64, stages=3), Tile(128, 32), Tile(32, 128)),
-            64: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128)),
-            128: (Tile(128, 32, stages=3), Tile(128, 16), Tile(32, 128, split=True, hoist=False)),
-            256: (Tile(128, 16), Tile(128, 16, parts=2), Tile(16, 128, stages=1, split=True, hoist=False)),
+            32: (Tile(128, 64, stages=3), Tile(128, 32, stages=1), Tile(32, 128)),
+            64: (Tile(128, 32, stages=3), Tile(128, 32, stages=1), Tile(32, 128)),
+            128: (
+                Tile(128, 32, stages=3),
+                Tile(64, 16, warps=4, hoist=False),
+                Tile(32, 128, split=True, hoist=False),
+            ),
+            256: (
+                Tile(64, 16, warps=4, stages=1, hoist=False),
+                Tile(128, 16, parts=2),
+                Tile(16, 128, stages=1, split=True, hoist=False),
+            ),
         },
         100: {
             32: (Tile(128, 32, stages=3), Tile(128, 32), Tile(32, 128)),
@@ -81,7 +89,7 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
             128: (Tile(128, 16, stages=3), Tile(64, 32, warps=4, hoist=False), Tile(32, 128, hoist=False)),
             256: (
                 Tile(64, 16, warps=4, stages=1, parts=2, hoist=False),
-                Tile(128, 16, parts=2),
+                Tile(128, 16, parts=2, hoist=False),
                 Tile(16, 128, split=True, hoist=False),
             ),
         },
@@ -100,7 +108,7 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
         90: {
             32: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
             64: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
-            128: (Tile(128, 32), Tile(128, 16, stages=1, hoist=False), Tile(16, 128, split=True)),
+            128: (Tile(128, 16, stages=3), Tile(128, 16, stages=1, hoist=False), Tile(16, 128, split=True)),
             256: (
                 Tile(128, 16, parts=2),
                 Tile(64, 16, warps=4, stages=1, parts=4, hoist=False),
@@ -108,9 +116,9 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
             ),
         },
         100: {
-            32: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            32: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True, registers=255)),
             64: (Tile(128, 32), Tile(128, 16), Tile(32, 128, stages=1, split=True, hoist=False)),
-            128: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True)),
+            128: (Tile(128, 32), Tile(128, 16), Tile(16, 128, split=True, hoist=False)),
             256: (
                 Tile(128, 16, hoist=False),
                 Tile(128, 16, parts=2, hoist=False),
@@ -121,18 +129,20 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
 }
 
 
-def _full(parts: int = 1) -> Row:
-    """float32 in full precision has no matrix unit: each thread keeps whole rows of both operands, so few."""
-    rows = Tile(32, 16, stages=1, chunk=32, parts=parts, hoist=False)
-    return rows, rows, Tile(16, 32, stages=1, split=True, chunk=32, parts=parts, hoist=False)
+def _full(parts: int = 1, query_parts: int = 1) -> Row:
+    """float32 in full precision has no matrix unit: each thread keeps rows of both operands, so few."""
+    few = Tile(32, 16, stages=1, chunk=32, parts=parts, hoist=False, registers=255)
+    forward, key = replace(few, queries=64, keys=32), replace(few, keys=32, split=True)
+    return forward, replace(few, parts=query_parts), key
 
 
-_FULL: dict[int, Row] = {
-    32: (Tile(16, 16, warps=4, stages=1, chunk=32, hoist=False), *_full()[1:]),
-    64: _full(),
-    128: _full(),
-    256: _full(parts=2),
-}
+def _full_32() -> Row:
+    """The smallest heads leave the assembler most freedom, and less limit does better."""
+    forward, query, key = _full()
+    return forward, replace(query, registers=None), replace(key, queries=16, warps=4, registers=None)
+
+
+_FULL: dict[int, Row] = {32: _full_32(), 64: _full(), 128: _full(1, 2), 256: _full(2, 4)}
 
 _forced: Tile | dict[str, Tile] | None = None
 
