@@ -20,6 +20,7 @@ from .masks import Masks, documents_from_lengths
 from .pruning import Prune, as_number
 from .reference import attend_reference
 from .rows import attend_rows, why_not_rows
+from .surroundings import without_autocast
 from .tile_op import kernel_for
 
 #: logits below which the plain torch kernels spend more on calls than on arithmetic
@@ -117,7 +118,8 @@ class Call:
 
     def run(self, name: str) -> Tensor:
         attend = IMPLEMENTATIONS[name].attend
-        return attend(self.q, self.k, self.v, self.bias, self.masks, self.scale, self.prune)
+        with without_autocast(self.q):
+            return attend(self.q, self.k, self.v, self.bias, self.masks, self.scale, self.prune)
 
 
 def _preference(call: Call) -> tuple[list[str], str]:

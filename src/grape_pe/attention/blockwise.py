@@ -48,8 +48,7 @@ def attend_blockwise(
         pruning.as_number(prune),
         torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*slopes, *probes)),
     )
-    if not torch.compiler.is_compiling():
-        pruning.note(work)
+    pruning.note(work)
     return out.to(v.dtype)
 
 

@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bias import Bias, NoBias, SlopeBias, SlopeTerm
+from .coordinates import as_two_floats
 from .masks import Masks
 from .pruning import Prune
 
 BLOCK = 128  # FlexAttention's own
+#: how many shapes may be compiled: torch's own limit for one function with all its callers
+SHAPES = 256
 
 
 def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
@@ -46,9 +49,16 @@ def _learns(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> bool:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
+    """FlexAttention, compiled anew for every shape: for shapes that vary torch 2.13 writes C++ that is none.
+
+    Past its limit of recompilations torch would go on uncompiled, and that holds all logits at once. Here the
+    limit is our own, high, and `fullgraph` makes it an error.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(  # type: ignore[call-overload]  # torch's overloads leave the limit out
+        flex_attention, dynamic=False, fullgraph=True, recompile_limit=SHAPES, isolate_recompiles=True
+    )
 
 
 def attend_flex(
@@ -129,10 +139,7 @@ def _captured(term: SlopeTerm, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     queries, keys = q.shape[:3], (*q.shape[:2], k.shape[2])
     parts: list[Tensor] = []
     for c, shape in ((term.c_q, queries), (term.c_k, keys)):
-        high = c.to(torch.float32)
-        parts += [
-            _whole_blocks(x.expand(shape)).contiguous() for x in (high, (c.double() - high).to(torch.float32))
-        ]
+        parts += [_whole_blocks(x.expand(shape)).contiguous() for x in as_two_floats(c)]
     for rate, shape in ((term.rate_q, queries), (term.rate_k, keys)):
         zero = q.new_zeros((), dtype=torch.float32)
         whole = _whole_blocks((zero if rate is None else rate.to(torch.float32)).expand(shape))

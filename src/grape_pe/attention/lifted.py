@@ -20,14 +20,16 @@ from ..bias import Bias, NoBias, SlopeBias, SlopeTerm
 from .masks import Masks
 from .one_key import attend_one_key
 from .pruning import Prune
+from .rows import attend_formed_rows, form_rows
+from .surroundings import decided, readable
 
 #: digits of a number, and their bits: a product of two leaves two bits of the accumulator (24 in float32)
 #: to sums. In half precision the first digit of a product takes two coordinates.
 DIGITS = {torch.float64: (2, 25), torch.float32: (3, 11), torch.bfloat16: (4, 7), torch.float16: (3, 10)}
 #: torch multiplies blocks of this many queries; a block of one alone would be summed in another order
 ROWS = 32
-#: float16 ends at 65504: there the coordinates are brought down and their partners up by this power of two
-BALANCE = {torch.float16: 256.0}
+#: of rates times coordinates in float16: its digits end 31 bits below, and there its own spacing begins
+LARGEST = 2.0**20
 
 Pair = tuple[Tensor, Tensor]  # a coordinate of the side that owns the rate, and of the other side
 
@@ -47,12 +49,22 @@ def why_not_lifted(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) ->
         return f"no splitting is known for {q.dtype}"
     if torch.is_grad_enabled() and isinstance(bias, SlopeBias) and _learns(bias):
         return "gradients of rates and coordinates lose digits in the lift"
+    if isinstance(bias, SlopeBias) and q.dtype == torch.float16 and q.shape[2] > 1 and _too_large(bias):
+        return f"a bias beyond {LARGEST:.0f} is more than the digits of float16 can hold"
     return None
 
 
 def _learns(bias: SlopeBias) -> bool:
     each = (x for term in bias.terms for x in (term.c_q, term.c_k, term.rate_q, term.rate_k))
     return any(x is not None and x.requires_grad for x in each)
+
+
+def _too_large(bias: SlopeBias) -> bool:
+    """Whether float16 would lose it, or overflow. A look at the data, where there are data to look at."""
+    if not readable(bias.terms[0].c_k):
+        return False
+    with torch.no_grad():
+        return bool((_size(_all_products(bias, 1.0, torch.float16)) > LARGEST).any())
 
 
 def attend_lifted(
@@ -63,26 +75,39 @@ def attend_lifted(
         return v.new_zeros(*q.shape[:3], width) + sum(x[..., :0].sum() for x in (q, k, v))
     if k.shape[2] == 1:
         return attend_one_key(q, k, v, bias, masks, scale)
-    mask = None
     if isinstance(bias, SlopeBias) and q.shape[2] == 1:
-        mask = _row(bias, q, k)  # one query: the bias is no larger than a key's worth, and exact as it stands
-    elif isinstance(bias, SlopeBias):
+        return _attend_one_query(q, k, v, bias, masks, scale)
+    return _attend_many(q, k, v, bias, masks, scale)
+
+
+def _attend_one_query(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float) -> Tensor:
+    """The bias of one query is no larger than a key's worth, and exact as it stands."""
+    with torch.no_grad():
+        row, _ = form_rows(q, k, bias, masks)
+    assert row is not None
+    return attend_formed_rows(q, k, v, row, scale)
+
+
+def _attend_many(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float) -> Tensor:
+    width = v.shape[-1]
+    q, scale = _with_positive_scale(q, scale)
+    if isinstance(bias, SlopeBias):
         if q.dtype in (torch.float32, torch.float64):  # a scale inside the product would round the digits
             q, scale = q * scale, 1.0
         q, k, v = _lift(q, k, v, bias, scale)
         q, k, v = _whole_blocks(q, k, v, masks.causal)
     size = max(q.shape[-1], v.shape[-1])  # the flash kernels want q, k and v of one width
     q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
-    causal = masks.causal and masks.query_length > 1
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    causal, shared = decided(masks.causal and masks.query_length > 1), decided(q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)
     return out[:, :, : masks.query_length, :width]
 
 
-def _row(bias: SlopeBias, q: Tensor, k: Tensor) -> Tensor:
-    with torch.no_grad():
-        return bias.tile(slice(0, 1), slice(0, k.shape[2])).to(q.dtype)
+def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same logits: torch's causal kernel scales -inf too, and any other scale makes a NaN of it."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
 
 
 def _whole_blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +120,7 @@ def _whole_blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 
 def _lift(q: Tensor, k: Tensor, v: Tensor, bias: SlopeBias, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
-        products = [product for term in bias.terms for product in _products(term, scale, q.dtype)]
+        products = _all_products(bias, scale, q.dtype)
         unit = _unit(products, q.dtype)
         levels = range(DIGITS[q.dtype][0])
         pairs = [pair for level in levels for product in products for pair in product.level(level, unit)]
@@ -109,6 +134,10 @@ def _lift(q: Tensor, k: Tensor, v: Tensor, bias: SlopeBias, scale: float) -> tup
 
 def _stack(coordinates: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*coordinates), -1).to(dtype)
+
+
+def _all_products(bias: SlopeBias, scale: float, dtype: torch.dtype) -> list[_Product]:
+    return [product for term in bias.terms for product in _products(term, scale, dtype)]
 
 
 def _products(term: SlopeTerm, scale: float, dtype: torch.dtype) -> list[_Product]:
@@ -131,9 +160,12 @@ class _Product:
     """rate * (c_other - c_own) as pairs of coordinates (of q, of k); rate and c_own on the same side."""
 
     def __init__(self, rate: Tensor, own: Tensor, other: Tensor, dtype: torch.dtype, swap: bool) -> None:
-        self.balance = BALANCE.get(dtype, 1.0)
-        self.rate, self.own, self.other = rate * self.balance, own / self.balance, other / self.balance
-        self.one, self.swap = torch.full_like(other, self.balance), swap
+        reach, steepness = torch.maximum(_power(own), _power(other)), _power(rate)
+        balance = share = torch.ones_like(reach)
+        if dtype == torch.float16:  # ends at 65504: both factors of a product are made about equally large
+            balance, share = _root(reach / steepness), _root(reach * steepness)
+        self.rate, self.own, self.other = rate * balance, own / balance, other / balance
+        self.share, self.one, self.swap = share, share.expand_as(other * share), swap
         self.count, self.bits = DIGITS[dtype]
         self.short = dtype in (torch.bfloat16, torch.float16)
 
@@ -153,7 +185,7 @@ class _Product:
         if self.short and level == 0:  # twice as long as a digit: two coordinates
             top = _round(constant, unit * 2.0**self.bits)
             constants = [top, constant - top]
-        pairs += [(x / self.balance, self.one) for x in constants]
+        pairs += [(x / self.share, self.one) for x in constants]
         return [(other, own) for own, other in pairs] if self.swap else pairs
 
     def _digits(self, x: Tensor, unit: Tensor) -> list[Tensor]:
@@ -164,16 +196,25 @@ class _Product:
         return [*digits, x]
 
 
+def _size(products: list[_Product]) -> Tensor:
+    """A power of two above their sum, by batch and head."""
+    sizes = torch.broadcast_tensors(*(product.size() for product in products))
+    return torch.stack(sizes).amax(0) * 2.0 ** (len(products) - 1).bit_length()
+
+
 def _unit(products: list[_Product], dtype: torch.dtype) -> Tensor:
     """What all products of first digits are multiples of, by batch and head."""
-    sizes = torch.broadcast_tensors(*(product.size() for product in products))
-    spare = 2.0 ** (len(products) - 1).bit_length()
-    return torch.stack(sizes).amax(0) * spare * 2.0 ** (-2 * DIGITS[dtype][1])
+    return _size(products) * 2.0 ** (-2 * DIGITS[dtype][1])
 
 
 def _power(x: Tensor) -> Tensor:
     """The power of two at or above max |x| over tokens."""
     return torch.exp2(x.abs().amax(-1, True).clamp(min=2.0**-60).log2().ceil())
+
+
+def _root(x: Tensor) -> Tensor:
+    """A power of two near the root of x."""
+    return torch.exp2((0.5 * x.log2()).round())
 
 
 def _round(x: Tensor, unit: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .surroundings import readable
+
 Prune = float | Literal["auto"] | None
 
 OFF, AUTO = -1.0, 0.0  # how a custom op, which takes only floats, is told
@@ -56,6 +58,8 @@ def record_pruning() -> Iterator[PruningReport]:
 
 def note(work: Tensor) -> None:
     """Add (…, 2) counts of computed and visible tiles to the open report, if there is one."""
+    if not readable(work):
+        return
     report = _report.get()
     if report is not None:
         computed, visible = work.reshape(-1, 2).sum(0).tolist()

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..bias import Bias
 from .masks import Masks
 from .pruning import OFF, Prune, as_number, note, threshold
+from .surroundings import decided, readable
 
 FEW = 16  # queries: beyond this a tile kernel is faster, and a row would no longer be small
 WORTH = 2048  # keys: below this reading them all is cheaper than asking which to skip
@@ -41,28 +42,42 @@ def attend_rows(
 ) -> Tensor:
     if q.numel() == 0 or k.shape[2] == 0:
         return v.new_zeros(*q.shape[:3], v.shape[-1])
-    rows = _rows(q, k, bias, masks)
+    rows, blind = form_rows(q, k, bias, masks)
     if rows is None:
         return _sdpa(q, k, v, None, scale)
-    blind = (rows == float("-inf")).all(-1, keepdim=True)
     first = _first_keys(q, k, rows, scale, prune, masks.key_bound)
     note(_work(first, k))
-    if first is None:
-        out = _sdpa(q, k, v, rows, scale)
-    else:
-        out = _by_key_head(q, k, v, rows, scale, first)
-    return out.masked_fill(blind, 0.0) if bool(blind.any()) else out
+    out = attend_formed_rows(q, k, v, rows, scale, first)
+    return out if blind is None else out.masked_fill(blind, 0.0)
 
 
-def _rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> Tensor | None:
-    """(B|1, H|1, Tq, Tk): the bias, -inf where hidden; None for one query that sees every key alike."""
+def form_rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> tuple[Tensor | None, Tensor | None]:
+    """(B|1, H|1, Tq, Tk): the bias, -inf where hidden; and (B|1, 1, Tq, 1): which rows see no key.
+
+    None for one query that sees every key alike, and where no row can be blind. The bias is never rounded
+    to half precision: about -50 the numbers of bfloat16 are 0.25 apart.
+    """
     every = slice(0, q.shape[2]), slice(0, k.shape[2])
     tile = bias.tile(*every)
+    if tile is not None:
+        tile = tile.to(torch.promote_types(q.dtype, torch.float32))
     if masks.plain and (q.shape[2] == 1 or not masks.causal):
-        return None if tile is None else tile.to(q.dtype)
+        return tile, None
     visible = masks.tile(*every)
-    zero = torch.zeros((), dtype=q.dtype, device=q.device)
-    return torch.where(visible, zero if tile is None else tile.to(q.dtype), float("-inf"))
+    shown = q.new_zeros(()) if tile is None else tile
+    return torch.where(visible, shown, float("-inf")), ~visible.any(-1, keepdim=True)
+
+
+def attend_formed_rows(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, first: list[int] | None = None
+) -> Tensor:
+    """Attention with these rows added to the logits, in the dtype of the rows if that is wider than q's.
+
+    Then a key head at a time: all keys in float32 would be three times the memory there is, and slower.
+    """
+    if first is None and rows.dtype == q.dtype:
+        return _sdpa(q, k, v, rows, scale)
+    return _by_key_head(q, k, v, rows, scale, [0] * k.shape[1] if first is None else first)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
@@ -71,7 +86,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) ->
         size = max(q.shape[-1], width)
         q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
     mask = None if rows is None else rows.expand(q.shape[0], q.shape[1], *rows.shape[2:])
-    shared = q.shape[1] != k.shape[1]
+    shared = decided(q.shape[1] != k.shape[1])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
     return out[..., :width]
 
@@ -84,9 +99,10 @@ def _first_keys(
     A row holds at least the logit of its newest visible key, exactly; no other exceeds |q| max|k| plus bias.
     """
     choice, group = as_number(prune), q.shape[1] // k.shape[1]
-    if key_bound is None or choice == OFF or k.shape[2] < WORTH:
+    if key_bound is None or choice == OFF or k.shape[2] < WORTH or not readable(q):
         return None
-    tau = threshold(choice, k.shape[2], q.dtype, 0.0)
+    q = q.to(torch.promote_types(q.dtype, torch.float32))  # a norm rounded down would be no bound
+    tau = threshold(choice, k.shape[2], k.dtype, 0.0)
     bound = q.norm(dim=-1).unflatten(1, (-1, group)) * key_bound[:, :, None, None] * abs(scale)
     held = _newest_logits(q, k, rows, scale).unflatten(1, (-1, group))
     need = (held - bound - tau).flatten(1, 2)  # (B, H, Tq)
@@ -110,8 +126,9 @@ def _by_key_head(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, fi
     parts = []
     for head, start in enumerate(first):
         mine, key = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        parts.append(_sdpa(q[:, mine], k[:, key, start:], v[:, key, start:], rows[:, mine, :, start:], scale))
-    return torch.cat(parts, 1)
+        queries, keys, values = (x.to(rows.dtype) for x in (q[:, mine], k[:, key, start:], v[:, key, start:]))
+        parts.append(_sdpa(queries, keys, values, rows[:, mine, :, start:], scale))
+    return torch.cat(parts, 1).to(v.dtype)
 
 
 def _work(first: list[int] | None, k: Tensor) -> Tensor:

@@ -1,0 +1,303 @@
+"""Where torch's own attention is not to be trusted as it is: half precision, autocast, scales, tracing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from attention_cases import (
+    BIASES,
+    RELATIVE,
+    assert_as_good_as_dense,
+    broken,
+    errors_of,
+    inputs,
+    one_thread,  # noqa: F401
+)
+from grape_pe.attention import attend, flex
+from grape_pe.attention.flex import _captured
+from grape_pe.attention.pruning import record_pruning
+from grape_pe.bias import Bias, SlopeBias, SlopeTerm
+
+HALF = (torch.bfloat16, torch.float16)
+Attended = tuple[Tensor, Tensor, Tensor]
+
+
+def drawn(queries: int, keys: int, dtype: torch.dtype = torch.float32, kv_heads: int = 4) -> Attended:
+    g = torch.Generator().manual_seed(queries + keys)
+    sizes = ((4, queries), (kv_heads, keys), (kv_heads, keys))
+    q, k, v = (torch.randn(2, *size, 16, generator=g).to(dtype) for size in sizes)
+    return q, k, v
+
+
+def alibi(queries: int, keys: int, rate: float = 0.5, stride: float = 1.0) -> SlopeBias:
+    c = stride * torch.arange(keys, dtype=torch.float64).view(1, 1, -1)
+    return SlopeBias((SlopeTerm(c[..., keys - queries :], c, torch.full((1, 4, 1), rate)),))
+
+
+def check(qkv: Attended, impl: str, bias: Bias | None = None, **options) -> None:
+    """The rule for the output: at most twice the error of the dense computation in the same dtype."""
+    exact = [x.double() for x in qkv]
+    truth = attend(*exact, bias=bias, impl="reference", **options)
+    dense = attend(*qkv, bias=bias, impl="reference", **options)
+    got = attend(*qkv, bias=bias, impl=impl, **options)
+    assert got.dtype == qkv[2].dtype
+    what = f"{impl} in {got.dtype}"
+    found = errors_of(*({"y": y.double()} for y in (truth, dense, got)), what, RELATIVE.get(got.dtype, 0.0))
+    assert not broken(found), f"{what}: {broken(found)}"
+
+
+def padding_after(first: int, keys: int) -> Tensor:
+    return (torch.arange(keys) >= first).expand(2, -1)
+
+
+@pytest.mark.parametrize("kv_heads", (1, 4))
+@pytest.mark.parametrize("queries", (1, 5))
+@pytest.mark.parametrize("dtype", HALF)
+def test_rows_do_not_round_the_bias(dtype, queries, kv_heads):
+    """The nearest visible key is 400 away: -120, which bfloat16 holds in steps of a half."""
+    qkv = drawn(queries, 600, dtype, kv_heads)
+    check(qkv, "rows", alibi(queries, 600, 0.3), key_padding=padding_after(200, 600))
+
+
+@pytest.mark.parametrize("impl", ("rows", "lifted"))
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_far_key_that_wins(dtype, impl):
+    """A shift of the row would not help: what counts is the difference of two keys with biases apart."""
+    q, k, v = drawn(1, 200, dtype)
+    k[:, :, 20:40] = q * 14.0
+    check((q, k, v), impl, alibi(1, 200, 0.3))
+
+
+@pytest.mark.parametrize("kind", ("fox", "a-qk", "slope+path", "tile"))
+@pytest.mark.parametrize("dtype", HALF)
+def test_decoding_in_half_precision(dtype, kind):
+    i = {name: x.to(dtype) if name in "qkv" else x for name, x in inputs(300, 3).items()}
+    check((i["q"], i["k"], i["v"]), "rows", BIASES[kind](i))
+
+
+def test_a_bias_beyond_float16_hides_nothing():
+    qkv = drawn(1, 600, torch.float16)
+    bias, padding = alibi(1, 600, 1e4), padding_after(200, 600)
+    check(qkv, "rows", bias, key_padding=padding)
+    assert torch.equal(attend(*qkv, bias=bias, impl="rows", key_padding=padding)[:, :, 0], qkv[2][:, :, 199])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF))
+def test_rows_that_see_no_key_are_zero(dtype):
+    padding = padding_after(0, 40) & torch.tensor([[True], [False]])
+    for bias in (None, alibi(3, 40)):
+        y = attend(*drawn(3, 40, dtype), bias=bias, impl="rows", key_padding=padding)
+        assert (y[0] == 0).all() and (y[1] != 0).all()
+
+
+def test_one_query_in_half_precision_has_gradients():
+    qkv = tuple(x.requires_grad_() for x in drawn(1, 50, torch.bfloat16))
+    attend(*qkv, bias=alibi(1, 50), impl="lifted").float().sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in qkv)
+
+
+@pytest.mark.parametrize(
+    "impl, queries, biased",
+    [("lifted", 70, True), ("lifted", 70, False), ("lifted", 1, True), ("rows", 3, True), ("rows", 3, False)],
+)
+def test_autocast_changes_nothing(impl, queries, biased):
+    qkv, bias = drawn(queries, 70), alibi(queries, 70) if biased else None
+    want = attend(*qkv, bias=bias, impl=impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attend(*qkv, bias=bias, impl=impl)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+def test_autocast_leaves_a_single_key_alone():
+    q, k, v = drawn(1, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend(q, k, v, impl="lifted"), v)
+
+
+@pytest.mark.parametrize(
+    "rate, stride",
+    [(0.5, 1.0), (1e-9, 1e9), (1e4, 1.0), (1e-4, 1e4), (1e-12, 1e6), (1e2, 1e-4), (0.0, 1.0), (0.5, 0.0)],
+)
+def test_lifted_float16_at_any_scale_of_rates_and_coordinates(rate, stride):
+    check(drawn(70, 70, torch.float16), "lifted", alibi(70, 70, rate, stride))
+
+
+@pytest.mark.parametrize("steep", (1.0, 100.0, 1e4))
+def test_lifted_float16_with_gentle_and_steep_tokens(steep):
+    """A head whose rates differ by five orders: the gentle ones must keep their digits."""
+    rates = 0.1 * torch.rand(2, 1, 4, 70, generator=torch.Generator().manual_seed(1))
+    rates[..., ::7] = steep
+    c = torch.linspace(0, 35, 70, dtype=torch.float64).view(1, 1, -1)
+    for term in (SlopeTerm(c, c, rates[0]), SlopeTerm(c, c, None, rates[1]), SlopeTerm(c, c, *rates)):
+        check(drawn(70, 70, torch.float16), "lifted", SlopeBias((term,)))
+
+
+def test_lifted_refuses_what_float16_cannot_hold():
+    qkv, bias = drawn(70, 70, torch.float16), alibi(70, 70, 0.5, 1e9)
+    with pytest.raises(ValueError, match="more than the digits of float16 can hold"):
+        attend(*qkv, bias=bias, impl="lifted")
+    check(qkv, "auto", bias)
+    check(drawn(1, 70, torch.float16), "lifted", alibi(1, 70, 0.5, 1e9))  # one query has its bias as it is
+
+
+@pytest.mark.parametrize("scale", (-0.3, 0.0, -0.0))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, *HALF))
+def test_scales_that_are_not_positive(dtype, scale):
+    for queries, impl in ((70, "lifted"), (1, "lifted"), (3, "rows")):
+        for bias in (None, alibi(queries, 70)):
+            check(drawn(queries, 70, dtype), impl, bias, scale=scale)
+
+
+def test_gradients_at_a_negative_scale():
+    for kind in ("none", "fox"):
+        assert_as_good_as_dense(inputs(70), kind, "lifted", torch.float32, {"scale": -0.3}, bias_grad=False)
+
+
+def case(name: str, keys: int = 70) -> dict:
+    """Ways to call `rows` with three queries."""
+    bound = torch.full((2, 4), 100.0)
+    table = {
+        "plain": {},
+        "bias": {"bias": alibi(3, keys)},
+        "masks": {"bias": alibi(3, keys), "key_padding": padding_after(keys // 2, keys), "window": keys},
+        "bound": {"bias": alibi(3, keys), "key_bound": bound},
+    }
+    return table[name]
+
+
+CASES = [("plain", 70), ("bias", 70), ("masks", 70), ("bound", 2100)]
+
+
+def moved(options: dict, move) -> dict:
+    return {
+        name: x.map(move) if isinstance(x, Bias) else move(x) if isinstance(x, Tensor) else x
+        for name, x in options.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name, keys", CASES)
+def test_rows_on_meta(name, keys, dtype):
+    def to_meta(x: Tensor) -> Tensor:
+        return x.to("meta")
+
+    with record_pruning():
+        y = attend(*map(to_meta, drawn(3, keys, dtype)), impl="rows", **moved(case(name, keys), to_meta))
+    assert y.is_meta and y.shape == (2, 4, 3, 16) and y.dtype == dtype
+
+
+@pytest.mark.parametrize("name, keys", CASES)
+def test_rows_of_fake_tensors(name, keys):
+    mode = FakeTensorMode()
+    qkv, options = [mode.from_tensor(x) for x in drawn(3, keys)], moved(case(name, keys), mode.from_tensor)
+    with mode, record_pruning():
+        assert attend(*qkv, impl="rows", **options).shape == (2, 4, 3, 16)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name, keys", CASES)
+def test_rows_while_compiling(name, keys, dtype):
+    torch._dynamo.reset()
+    qkv, options = drawn(3, keys, dtype), case(name, keys)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, impl="rows", **options)
+
+    torch.testing.assert_close(compiled(*qkv), attend(*qkv, impl="rows", **options))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF))
+@pytest.mark.parametrize("scale", (None, -0.3))
+def test_lifted_while_compiling(dtype, scale):
+    torch._dynamo.reset()
+    qkv, bias = drawn(70, 70, dtype), alibi(70, 70)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, bias=bias, scale=scale, impl="lifted")
+
+    torch.testing.assert_close(compiled(*qkv), attend(*qkv, bias=bias, scale=scale, impl="lifted"))
+
+
+@pytest.mark.parametrize("impl, queries", [("lifted", 70), ("lifted", 1), ("rows", 3)])
+@pytest.mark.parametrize("biased", (False, True))
+def test_shapes_that_vary_while_compiling(impl, queries, biased):
+    torch._dynamo.reset()
+    qkv, bias = drawn(queries, 70, kv_heads=2), alibi(queries, 70) if biased else None
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
+    def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, bias=bias, impl=impl)
+
+    torch.testing.assert_close(compiled(*qkv), attend(*qkv, bias=bias, impl=impl))
+
+
+@pytest.fixture
+def compiled_anew():
+    """FlexAttention with nothing compiled, before and after."""
+    forget_compiled()
+    yield
+    forget_compiled()
+
+
+def forget_compiled() -> None:
+    flex._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def flex_at(keys: int) -> tuple[Tensor, Tensor]:
+    qkv, bias = drawn(keys, keys), alibi(keys, keys)
+    return attend(*qkv, bias=bias, impl="flex"), attend(*qkv, bias=bias, impl="reference")
+
+
+@pytest.fixture
+def graphs(compiled_anew, monkeypatch) -> list:
+    """What torch.compile was asked to compile: kept, and run as it is."""
+    kept, compile_of_torch = [], torch.compile
+
+    def backend(graph, examples):
+        kept.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_of_torch(f, **{"backend": backend, **how}))
+    return kept
+
+
+def test_flex_compiles_every_shape(graphs):
+    """Beyond torch's limit of recompilations too, where it would go on with all logits at once."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for keys in (100, 200, 300, 400, 400):
+            torch.testing.assert_close(*flex_at(keys))
+    assert len(graphs) == 4
+
+
+def test_flex_says_when_it_can_compile_no_more(graphs, monkeypatch):
+    monkeypatch.setattr(flex, "SHAPES", 1)
+    flex_at(100)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        flex_at(200)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:flex_attention called without torch.compile")
+def test_flex_stays_compiled_beyond_the_limit(compiled_anew, monkeypatch):
+    """Torch says so, once in a process, when it holds all scores at once."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._WARNINGS_SHOWN", set())
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for keys in (100, 200):
+            torch.testing.assert_close(*flex_at(keys))
+
+
+def test_an_infinite_coordinate_has_no_low_part():
+    q, k, _ = drawn(4, 4)
+    c = torch.tensor([0.0, 1e6 + 1e-6, -math.inf, math.inf], dtype=torch.float64).view(1, 1, -1)
+    high_q, low_q, high_k, low_k, *_ = _captured(SlopeTerm(c, c, torch.ones(1, 4, 1)), q, k)
+    for high, low in ((high_q, low_q), (high_k, low_k)):
+        assert torch.equal(high[0, 0, :4].isinf(), torch.tensor([False, False, True, True]))
+        assert low[0, 0, 1] != 0 and (low[0, 0, 2:4] == 0).all()
