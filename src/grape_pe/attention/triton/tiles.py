@@ -129,20 +129,20 @@ _HALF: dict[str, dict[int, dict[int, Row]]] = {
 }
 
 
-def _full(parts: int = 1, query_parts: int = 1) -> Row:
-    """float32 in full precision has no matrix unit: each thread keeps rows of both operands, so few."""
-    few = Tile(32, 16, stages=1, chunk=32, parts=parts, hoist=False, registers=255)
-    forward, key = replace(few, queries=64, keys=32), replace(few, keys=32, split=True)
-    return forward, replace(few, parts=query_parts), key
-
-
-def _full_32() -> Row:
-    """The smallest heads leave the assembler most freedom, and less limit does better."""
-    forward, query, key = _full()
-    return forward, replace(query, registers=None), replace(key, queries=16, warps=4, registers=None)
-
-
-_FULL: dict[int, Row] = {32: _full_32(), 64: _full(), 128: _full(1, 2), 256: _full(2, 4)}
+# float32 in full precision has no matrix unit: each thread keeps rows of both operands, so few.
+_FULL_FORWARD = Tile(64, 32, stages=1, chunk=32, hoist=False, registers=255)
+_FULL_QUERY = Tile(32, 16, stages=1, chunk=32, hoist=False, registers=255)
+_FULL_KEY = Tile(32, 32, stages=1, chunk=32, hoist=False, registers=255, split=True)
+_FULL: dict[int, Row] = {
+    32: (
+        _FULL_FORWARD,
+        replace(_FULL_QUERY, registers=None),
+        replace(_FULL_KEY, queries=16, warps=4, registers=None),
+    ),
+    64: (_FULL_FORWARD, _FULL_QUERY, _FULL_KEY),
+    128: (_FULL_FORWARD, replace(_FULL_QUERY, queries=16, parts=2, registers=None), _FULL_KEY),
+    256: (replace(_FULL_FORWARD, parts=2), replace(_FULL_QUERY, parts=4), replace(_FULL_KEY, parts=2)),
+}
 
 _forced: Tile | dict[str, Tile] | None = None
 
