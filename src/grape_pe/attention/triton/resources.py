@@ -28,7 +28,9 @@ from . import launch, ops
 from .launch import Launch, Problem
 
 #: bytes of shared memory one block may have, by compute capability times ten
-SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_LIMIT = {
+    arch: kib * 1024 for arch, kib in ((80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99))
+}
 #: columns of tensor memory a block may have; a kernel that wants more compiles, to a trap
 TENSOR_MEMORY_LIMIT = 512
 _TYPES = {

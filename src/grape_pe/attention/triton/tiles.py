@@ -140,8 +140,22 @@ _FULL: dict[int, Row] = {
         replace(_FULL_KEY, queries=16, warps=4, registers=None),
     ),
     64: (_FULL_FORWARD, _FULL_QUERY, _FULL_KEY),
-    128: (_FULL_FORWARD, replace(_FULL_QUERY, queries=16, parts=2, registers=None), _FULL_KEY),
+    128: (_FULL_FORWARD, replace(_FULL_QUERY, keys=32, parts=2), _FULL_KEY),
     256: (replace(_FULL_FORWARD, parts=2), replace(_FULL_QUERY, parts=4), replace(_FULL_KEY, parts=2)),
+}
+
+_FULL_PATH: dict[int, Row] = {
+    **_FULL,
+    128: (_FULL_FORWARD, replace(_FULL_QUERY, queries=16, parts=4, registers=None), _FULL_KEY),
+}
+
+# Devices with 99 KiB of shared memory a block instead of 163: what they take instead of sm_80's.
+_SMALL_SHARED: dict[tuple[str, int, str], Tile] = {
+    ("slope", 256, "query"): Tile(64, 16, warps=4, parts=4),
+    ("slope", 256, "key"): Tile(16, 64, warps=4, stages=1, split=True, parts=2),
+    ("path", 128, "query"): Tile(128, 16, stages=1, parts=2),
+    ("both", 128, "query"): Tile(64, 16, warps=4, parts=2),
+    ("both", 256, "forward"): Tile(128, 16, stages=1, parts=2),
 }
 
 _forced: Tile | dict[str, Tile] | None = None
@@ -163,11 +177,18 @@ def _family(arch: int) -> int:
     return arch // 10 * 10 if arch // 10 in (9, 10) else 80
 
 
+def _has_small_shared(arch: int) -> bool:
+    """Ampere and Ada for desktops and inference, Blackwell for desktops."""
+    return arch in (86, 89) or arch >= 120
+
+
 def tile_for(kernel: str, width: int, itemsize: int, slope: bool, path: bool, arch: int) -> Tile:
     """The tile of `kernel` ("forward" | "query" | "key") for heads padded to `width` features."""
     if _forced is not None:
         return _forced[kernel] if isinstance(_forced, dict) else _forced
     width = max(32, width)
     bias = "both" if slope and path else "path" if path else "slope"
-    table = _FULL if itemsize == 4 else _HALF[bias][_family(arch)]
-    return table[width][KERNELS.index(kernel)]
+    if itemsize == 4:
+        return (_FULL_PATH if path else _FULL)[width][KERNELS.index(kernel)]
+    tile = _HALF[bias][_family(arch)][width][KERNELS.index(kernel)]
+    return _SMALL_SHARED.get((bias, width, kernel), tile) if _has_small_shared(arch) else tile
