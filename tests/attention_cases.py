@@ -195,13 +195,13 @@ def assert_as_good_as_dense(
     assert_rule(errors, what)
 
 
-def assert_rule(errors: Callable[[int], Errors], what: str) -> None:
+def assert_rule(errors: Callable[[int], Errors], what: str, times: float = 2.0) -> None:
     """The rule for draw 0 or, if that breaks it, for all draws together."""
     found = errors(0)
-    if broken(found):
+    if broken(found, times):
         more = [found, *(errors(draw) for draw in range(1, 1 + MORE_DRAWS))]
         found = {name: tuple(map(sum, zip(*(one[name] for one in more), strict=True))) for name in found}
-    assert not broken(found), f"{what}: {broken(found)}"
+    assert not broken(found, times), f"{what}: {broken(found, times)}"
 
 
 def errors_of(
@@ -220,9 +220,9 @@ def errors_of(
     return {name: one(name, right) for name, right in truth.items()}
 
 
-def broken(errors: Errors) -> str:
+def broken(errors: Errors, times: float = 2.0) -> str:
     """The tensors that break the rule, with their error and what that of the dense computation was."""
-    bad = [(name, *pair) for name, pair in errors.items() if not pair[0] <= 2**2 * pair[1]]
+    bad = [(name, *pair) for name, pair in errors.items() if not pair[0] <= times**2 * pair[1]]
     return ", ".join(f"{name}: error {ours**0.5:.2e}, dense {known**0.5:.2e}" for name, ours, known in bad)
 
 
