@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import grape_pe as grape
-from grape_pe.attention import attend, native, record_pruning
+from grape_pe.attention import attend, record_pruning
+from grape_pe.attention.cpu import build as native
 from grape_pe.bias import Bias
 
 ENCODINGS = ("alibi", "fox", "grape-a-q", "grape-a-k", "grape-a-qk", "grape-ap")

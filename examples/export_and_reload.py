@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from grape_pe.models import GrapeConfig, GrapeForCausalLM, export
+from grape_pe.hf import GrapeConfig, GrapeForCausalLM, export
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grape_pe.models import adapt, load_adapter, new_parameters, save_adapter
+from grape_pe.hf import adapt, load_adapter, new_parameters, save_adapter
 
 torch.manual_seed(0)
 CONFIG = LlamaConfig(

@@ -6,7 +6,7 @@ import tempfile
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from grape_pe.models import GrapeConfig, GrapeForCausalLM
+from grape_pe.hf import GrapeConfig, GrapeForCausalLM
 
 LENGTH, STEPS = 128, 30
 

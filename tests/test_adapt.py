@@ -15,8 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grape_pe.models import adapt, load_adapted, load_adapter, new_parameters, save_adapted, save_adapter
-from grape_pe.models.hf import GrapeForCausalLM  # noqa: F401  (registers the model)
+from grape_pe.hf import adapt, load_adapted, load_adapter, new_parameters, save_adapted, save_adapter
 from grape_pe.testing import TOL
 
 NAMES = ["grape-m", "grape-m-basis", "rope+alibi", "rope+fox", "rope+grape-a-qk", "rope+grape-a-phase",

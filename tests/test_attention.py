@@ -20,7 +20,8 @@ from attention_cases import (
     one_thread,  # noqa: F401
     rounded,
 )
-from grape_pe.attention import attend, native
+from grape_pe.attention import attend
+from grape_pe.attention.cpu import build as native
 from grape_pe.bias import PathBias, SlopeBias, SlopeTerm
 
 LENGTHS = (1, 63, 217, 1025)

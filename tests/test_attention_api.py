@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from attention_cases import BIASES, cast, inputs, one_thread  # noqa: F401
-from grape_pe.attention import attend, native
+from grape_pe.attention import attend
+from grape_pe.attention.cpu import build as native
 
 IMPLS = ("reference", "lifted", "blockwise", "rows", "flex", "triton")
 

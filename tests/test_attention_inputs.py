@@ -12,7 +12,8 @@ from torch import Tensor
 
 import grape_pe as grape
 from attention_cases import one_thread  # noqa: F401
-from grape_pe.attention import attend, native
+from grape_pe.attention import attend
+from grape_pe.attention.cpu import build as native
 from grape_pe.bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 
 T, HEADS = 70, 4
@@ -177,7 +178,7 @@ def test_a_cache_needs_no_home(tmp_path):
         "import pathlib\n"
         "def nowhere(*_): raise RuntimeError('Could not determine home directory.')\n"
         "pathlib.Path.home = nowhere\n"
-        "from grape_pe.attention import native\n"
+        "from grape_pe.attention.cpu import build as native\n"
         "print(native.cache_directory())\n"
     )
     env = {**os.environ, "GRAPE_PE_CACHE": str(tmp_path)}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from attention_cases import BIASES, inputs, one_thread  # noqa: F401
-from grape_pe.attention import attend, native
+from grape_pe.attention import attend
+from grape_pe.attention.cpu import build as native
 from grape_pe.attention.tile_op import tiles
 
 
@@ -95,7 +96,8 @@ def test_second_order_gradient_says_no():
 
 BUILD = """
 import torch
-from grape_pe.attention import attend, native
+from grape_pe.attention import attend
+from grape_pe.attention.cpu import build as native
 assert native.available(), native.why_not()
 q = torch.randn(1, 1, 5, 4)
 attend(q, q, q, impl="blockwise")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attention_cases import evaluate, inputs, one_thread, rounded  # noqa: F401
-from grape_pe.attention import attend, native, pruning, record_pruning
+from grape_pe.attention import attend, pruning, record_pruning
+from grape_pe.attention.cpu import build as native
 from grape_pe.bias import NoBias, PathBias, SlopeBias, SlopeTerm
 
 LENGTH = 1500

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grape_pe.cli import main
+from grape_pe.hf import GrapeConfig, GrapeForCausalLM
 from grape_pe.lab import evaluate as lab
 from grape_pe.lab.errors import LabError
-from grape_pe.models import GrapeConfig, GrapeForCausalLM
 
 TASK = """
 task: {name}

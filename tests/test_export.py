@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from grape_pe.models import Decoder, GrapeConfig, GrapeForCausalLM, adapt, export, new_parameters
+from grape_pe.hf import GrapeConfig, GrapeForCausalLM, adapt, export, new_parameters
+from grape_pe.models import Decoder
 
 V = 61
 SIZES = {

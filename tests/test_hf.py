@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import grape_pe as grape
-from grape_pe.models import Decoder, DecoderConfig, GrapeConfig, GrapeForCausalLM, load_decoder, save_decoder
+from grape_pe.hf import GrapeConfig, GrapeForCausalLM
+from grape_pe.models import Decoder, DecoderConfig, load_decoder, save_decoder
 from grape_pe.testing import TOL
 
 NAMES = [*grape.names(), "rope+fox", "grape-m+grape-ap"]
@@ -195,15 +196,13 @@ def test_remote_code_needs_only_the_package(tmp_path, monkeypatch):
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert "GrapeForCausalLM grape-m" in done.stdout, done.stderr
-    monkeypatch.setitem(sys.modules, "grape_pe.models.hf", None)
+    monkeypatch.setitem(sys.modules, "grape_pe.hf", None)
     with pytest.raises(ImportError, match=r"pip install 'grape-pe\[hf\]'"):
         exec((tmp_path / "modeling_grape.py").read_text(), {})
 
 
 def test_missing_transformers_gives_the_command():
-    code = (
-        "import sys; sys.modules['transformers'] = None\nimport grape_pe.models\ngrape_pe.models.GrapeConfig"
-    )
+    code = "import sys; sys.modules['transformers'] = None\nimport grape_pe.hf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install 'grape-pe[hf]'" in done.stderr
 

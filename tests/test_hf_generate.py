@@ -8,7 +8,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import grape_pe as grape
-from grape_pe.models import GrapeConfig, GrapeForCausalLM
+from grape_pe.hf import GrapeConfig, GrapeForCausalLM
 from grape_pe.testing import TOL
 
 NAMES = [*grape.names(), "rope+fox", "grape-m+grape-ap"]
@@ -128,7 +128,7 @@ class Forgetful:
     """Negative control: breaks one thing a cache must do, and sees that it is noticed."""
 
     def __init__(self, monkeypatch, name):
-        monkeypatch.setattr(f"grape_pe.models.hf_cache.GrapeDynamicLayer.{name}", lambda *_: None)
+        monkeypatch.setattr(f"grape_pe.hf.cache.GrapeDynamicLayer.{name}", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["rope", "fox", "grape-ap", "grape-m-ctx"])

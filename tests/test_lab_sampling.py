@@ -102,7 +102,7 @@ def test_a_run_under_way_can_speak(run: Path, tmp_path: Path, capsys: pytest.Cap
 def test_transformers_loads_the_end(run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import grape_pe.models.hf  # noqa: F401  (makes the Auto classes know it)
+    import grape_pe.hf  # noqa: F401  (makes the Auto classes know it)
 
     model = AutoModelForCausalLM.from_pretrained(run / "final").eval()
     words = AutoTokenizer.from_pretrained(run / "final")

@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 
 
 def adapt(model: Any, encoding: str, **options: Any) -> Any:
-    """Give a live pretrained Llama or Qwen model another encoding: see `grape_pe.models.adapt`."""
-    from .models import adapt as move_in  # here, because it imports transformers
+    """Give a live pretrained Llama or Qwen model another encoding: see `grape_pe.hf.adapt`."""
+    from .hf import adapt as move_in  # here, because it imports transformers
 
     return move_in(model, encoding, **options)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ..bias import NO_BIAS, Bias, NoBias, SlopeBias, SlopeTerm
-from . import native
 from .blockwise import attend_blockwise, why_not_blockwise
+from .cpu import build as native
 from .flex import attend_flex, why_not_flex
 from .lifted import attend_lifted, why_not_lifted
 from .masks import Masks, documents_from_lengths

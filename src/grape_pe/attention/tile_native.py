@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import native, pruning
+from . import pruning
 from .coordinates import as_two_floats
-from .native import LANES, TILE
+from .cpu import build as native
+from .cpu.build import LANES, TILE
 from .tile_problem import TileProblem
 
 Arrays = dict[str, Tensor | None]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native
+from .cpu import build as native
 from .tile_native import native_backward, native_forward
 from .tile_problem import TileProblem
 from .tile_torch import torch_backward, torch_forward

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import pruning
-from .native import TILE
+from .cpu.build import TILE
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..bias import LINKS
 from . import pruning
+from .cpu.build import TILE
 from .masks import Masks
-from .native import TILE
 from .tile_problem import TileProblem
 
 ROWS = 256  # queries to a block

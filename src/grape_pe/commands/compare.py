@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ..models.extras import require
+from ..extras import require
 from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 from .train import add_settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..models.extras import require
+from ..extras import require
 from .errors import OK
 from .parsers import Commands, add_command
 

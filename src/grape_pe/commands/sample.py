@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..models.extras import require
+from ..extras import require
 from .errors import OK
 from .parsers import Commands, add_command, add_json
 

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..models.extras import require
+from ..extras import require
 from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 

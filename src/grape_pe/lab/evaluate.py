@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..models.extras import require
+from ..extras import require
 from .errors import LabError
 
 PAPER_TASKS = {
@@ -177,8 +177,8 @@ def _float(value: Any) -> float | None:
 def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any, Any]:
     """Model and tokenizer from a directory or Hub name; adapted models are recognised by their files."""
     transformers = require("transformers", "hf")
-    require("grape_pe.models.hf", "hf")
-    files = require("grape_pe.models.adapter_files", "hf")
+    require("grape_pe.hf", "hf")
+    files = require("grape_pe.hf.adapter_files", "hf")
     try:
         if Path(checkpoint, files.CONFIG_FILE).is_file():
             model = files.load_adapted(checkpoint)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..models.extras import require
+from ..extras import require
 from .config import RunConfig
 from .run_directory import METRICS, write_whole
 

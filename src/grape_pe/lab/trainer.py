@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..extras import require
 from ..models import Decoder
-from ..models.extras import require
 from .checkpoint import Checkpoints, Progress
 from .config import RunConfig
 from .data import Batch, prefetch

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..extras import require
 from .config import HF_NAMES, DecoderConfig
 from .decoder import Decoder
-from .extras import require
 from .remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

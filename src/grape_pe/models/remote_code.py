@@ -5,7 +5,7 @@ REMOTE_FILE = "modeling_grape.py"
 REMOTE_CODE = '''"""Loads this model through the grape-pe package: pip install 'grape-pe[hf]'."""
 
 try:
-    from grape_pe.models.hf import GrapeConfig, GrapeForCausalLM, GrapeModel
+    from grape_pe.hf import GrapeConfig, GrapeForCausalLM, GrapeModel
 except ImportError as error:
     raise ImportError("this model needs grape-pe; install it with: pip install 'grape-pe[hf]'") from error
 

@@ -1,6 +1,6 @@
 """Preparing text as shards of tokens, and reading them as batches."""
 
-from ...models.extras import require
+from ...extras import require
 
 require("numpy", "lab")
 

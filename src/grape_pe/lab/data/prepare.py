@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...models.extras import require
+from ...extras import require
 from ..errors import LabError
 from .corpus import python_name
 from .encoding import EncodedChunk, encoded

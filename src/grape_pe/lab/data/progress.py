@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...models.extras import require
+from ...extras import require
 
 
 class Meter:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...models.extras import require
+from ...extras import require
 from ..errors import LabError
 
 TEXT_DOCUMENT = 1 << 16  # characters; a book is cut at line ends, so that a part of it can be held out

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...models.extras import require
+from ...extras import require
 from ..errors import LabError
 from .corpus import python_documents, python_name
 from .readers import KINDS, Reader, reader_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...models.extras import require
+from ...extras import require
 from ..errors import LabError
 from .files import read_json, sha256_of, write_json, writing
 from .shards import MAX_VOCAB, Tokens

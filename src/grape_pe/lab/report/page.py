@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...models.extras import require
+from ...extras import require
 from .curves import loss_figures
 from .figure import Figure
 from .picture_figures import picture_figures

@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
 from ..encodings import Encoding
-from .hf_config import LAYER_TYPE
-from .kv_shift import KVShift
-from .layer_cache import LayerCache
+from ..models.kv_shift import KVShift
+from ..models.layer_cache import LayerCache
+from .config import LAYER_TYPE
 
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.setdefault(LAYER_TYPE, create_causal_mask)
 

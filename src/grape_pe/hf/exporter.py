@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .extras import require
+from ..extras import require
 
 require("transformers", "hf")
 
@@ -27,10 +27,10 @@ from transformers import (  # noqa: E402
 
 from ..encodings import Encoding, convert_layout  # noqa: E402
 from ..encodings.rotary import BasisRotary, Rotary  # noqa: E402
+from ..models.config import DecoderConfig  # noqa: E402
+from ..models.decoder import Decoder  # noqa: E402
 from .adapter import FAMILIES, Adapted  # noqa: E402
-from .config import DecoderConfig  # noqa: E402
-from .decoder import Decoder  # noqa: E402
-from .hf_model import GrapeForCausalLM  # noqa: E402
+from .model import GrapeForCausalLM  # noqa: E402
 
 Source = Decoder | PreTrainedModel
 

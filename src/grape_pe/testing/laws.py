@@ -18,10 +18,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .bias import SlopeBias
-from .encodings.base import Encoding, Tokens, check_positions
-from .encodings.rotary import RotationEncoding
-from .groups import Unipotent, lift_key, lift_query, matrix_exp, score, slope_generator
+from ..bias import SlopeBias
+from ..encodings.base import Encoding, Tokens, check_positions
+from ..encodings.rotary import RotationEncoding
+from ..groups import Unipotent, lift_key, lift_query, matrix_exp, score, slope_generator
 
 #: How far two computations of the same thing may be apart, relative to max(1, |value|).
 TOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}

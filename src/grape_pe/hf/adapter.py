@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .extras import require
+from ..extras import require
 
 require("transformers", "hf")
 
@@ -24,11 +24,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCau
 
 from ..attention import attend  # noqa: E402
 from ..encodings import Encoding, build  # noqa: E402
-from .blocks import attention_weights  # noqa: E402
+from ..models.blocks import attention_weights  # noqa: E402
+from ..models.layer_cache import Seen  # noqa: E402
+from .cache import layer_of  # noqa: E402
 from .fade import fade_in  # noqa: E402
-from .hf_cache import layer_of  # noqa: E402
-from .hf_model import make_layout  # noqa: E402
-from .layer_cache import Seen  # noqa: E402
+from .model import make_layout  # noqa: E402
 
 #: rotations that can start as the model's own RoPE
 ROTATIONS = ("rope", "grape-m", "grape-m-basis")
@@ -124,7 +124,7 @@ def _padding_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> T
 
 def _unreachable(module: nn.Module, *_: Any, **__: Any) -> Any:
     raise TypeError(
-        f"attn_implementation={IMPLEMENTATION!r} belongs to models changed by grape_pe.models.adapt, "
+        f"attn_implementation={IMPLEMENTATION!r} belongs to models changed by grape_pe.hf.adapt, "
         f"and {type(module).__name__} is not; use sdpa"
     )
 

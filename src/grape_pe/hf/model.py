@@ -17,14 +17,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ..encodings import Encoding
 from ..encodings.base import FullPrecision
-from .blocks import EMBEDDING_STD, Block, check_packing
-from .hf_cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
-from .hf_config import GrapeConfig
-from .kv_shift import KVShift
-from .layout import Layout, Tail, positions_from_mask
-from .loss import cross_entropy
-from .norm import RMSNorm
-from .remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
+from ..models.blocks import EMBEDDING_STD, Block, check_packing
+from ..models.kv_shift import KVShift
+from ..models.layout import Layout, Tail, positions_from_mask
+from ..models.loss import cross_entropy
+from ..models.norm import RMSNorm
+from ..models.remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
+from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
+from .config import GrapeConfig
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
@@ -67,7 +67,7 @@ class GrapePreTrainedModel(PreTrainedModel):
             if said["model_type"] != GrapeConfig.model_type:
                 raise ValueError(
                     f"{args[0]} holds a {said['model_type']} model, not a grape one; load it with "
-                    "AutoModelForCausalLM and move it in with grape_pe.models.adapt"
+                    "AutoModelForCausalLM and move it in with grape_pe.hf.adapt"
                 )
         both = kwargs.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .config import HF_NAMES, DecoderConfig
+from ..models.config import HF_NAMES, DecoderConfig
 
 LAYER_TYPE = "grape_attention"
 

@@ -1,0 +1,1 @@
+"""The compiled CPU kernel: `build` compiles and loads it."""
