@@ -1,5 +1,7 @@
-"""One thread a worker: tests are many and small, and run side by side. The CPU kernel is built before the first
-test, so that its line on stderr and its time belong to none of them."""
+"""One thread a worker: tests are many and small, and run side by side.
+
+The CPU kernel is built before the first test, so that its line on stderr and its time belong to none of them.
+"""
 
 import torch
 
