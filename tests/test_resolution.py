@@ -47,8 +47,9 @@ class NoIndex(Exception):
 def environment(cache: Path) -> dict[str, str]:
     """This environment without any setting of uv, pip or Python that could bring in other packages."""
     kept = {name: each for name, each in os.environ.items() if not name.startswith(("UV_", "PIP_", "PYTHON"))}
-    limits = {"UV_HTTP_TIMEOUT": "20", "UV_HTTP_RETRIES": "1", "UV_PYTHON_DOWNLOADS": "never"}
-    return {**kept, **limits, "UV_CACHE_DIR": str(cache), "MACOSX_DEPLOYMENT_TARGET": "14.0"}
+    settings = {"UV_HTTP_TIMEOUT": "20", "UV_HTTP_RETRIES": "1", "UV_PYTHON_DOWNLOADS": "never"}
+    settings |= {"UV_SYSTEM_CERTS": "true", "UV_CACHE_DIR": str(cache), "MACOSX_DEPLOYMENT_TARGET": "14.0"}
+    return {**kept, **settings}
 
 
 def compiled(cache: Path, *arguments: str, seconds: float = 180) -> str:
