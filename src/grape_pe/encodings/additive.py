@@ -48,7 +48,7 @@ class SlopeEncoding(Encoding):
 
     def reset_parameters(self) -> None:
         if not self.slopes.is_meta:
-            self.slopes.copy_(torch.tensor(self.initial_slopes))
+            self.slopes.copy_(torch.tensor(self.initial_slopes, dtype=torch.float32))
 
     def head_slopes(self, tokens: Tokens) -> Tensor:
         """(1, H, 1)."""

@@ -75,9 +75,9 @@ class Frequencies(FullPrecision):
         return torch.tensor(list(self.spectrum), dtype=torch.float32)[:planes]
 
     def _initial_spectrum(self) -> Tensor:
-        theta = torch.zeros(self.coords, self.planes)
+        theta = torch.zeros(self.coords, self.planes, dtype=torch.float32)
         if self.axes == "mixed" and self.coords > 1:
-            direction = torch.randn(self.coords, self.planes)
+            direction = torch.randn(self.coords, self.planes, dtype=torch.float32)
             return self._axis_spectrum(self.planes) * direction / direction.norm(dim=0)
         for axis, planes in enumerate(torch.arange(self.planes).tensor_split(self.coords)):
             theta[axis, planes] = self._axis_spectrum(len(planes))

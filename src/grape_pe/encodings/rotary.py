@@ -263,10 +263,10 @@ class MixtureRotary(RotationEncoding):
         """A chain of planes (e_k, e_k+1): every other one a plane of RoPE, the links between them weak."""
         nn.init.normal_(self.frame)  # made orthonormal on use
         theta = log_uniform(self.rank // 2, self.base)
-        strength = torch.empty(self.rank - 1)
+        strength = torch.empty(self.rank - 1, dtype=torch.float32)
         strength[0::2] = theta
         strength[1::2] = 0.1 * (theta[:-1] * theta[1:]).sqrt()
-        eye = torch.eye(self.rank)
+        eye = torch.eye(self.rank, dtype=torch.float32)
         with torch.no_grad():
             # L(b, a) turns by +theta where L(a, b) turns by -theta
             self.pairs[0] = strength.sqrt()[:, None] * eye[1:]
