@@ -68,6 +68,8 @@ class AdaptedBase(AdaptedModel):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
+        if self.training and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
         return super().forward(input_ids, attention_mask, **kwargs, shared_encoding=self.encoding)
 
 
@@ -174,6 +176,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
     remove_hook_from_module(module)
+    module.__dict__.pop("forward")  # that of the old class, which accelerate leaves
     module.__class__ = cls
     add_hook_to_module(module, hook)
 

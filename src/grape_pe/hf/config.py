@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, configuration_utils
 
 from ..models.config import HF_NAMES, DecoderConfig
 
 LAYER_TYPE = "grape_attention"
+# Trainer reads config.json of a checkpoint as a plain PreTrainedConfig, which refuses types it does not know
+if LAYER_TYPE not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += (LAYER_TYPE,)  # type: ignore[assignment]
 
 
 @strict

@@ -64,9 +64,7 @@ class GrapeModel(GrapePreTrainedModel):
         self.post_init()
 
     def encoding_of(self, layer: int) -> Encoding:
-        found = self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore[union-attr]
-        assert isinstance(found, Encoding)
-        return found
+        return self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore
 
     def forward(
         self,

@@ -41,6 +41,7 @@ class GrapePretrained(PreTrainedModel):
         )
         model, info = loaded
         _check_tensors(model, info)
+        _check_offloading(model)
         return (model, info) if with_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -75,6 +76,16 @@ def _check_tensors(model: Any, info: dict[str, Any]) -> None:
             f"this is not a checkpoint of a {model.config.model_type} model with encoding "
             f"{model.config.encoding!r}: it {what}, first {(missing or foreign)[0]!r}; "
             "check the directory, and `encoding` in its config.json"
+        )
+
+
+def _check_offloading(model: nn.Module) -> None:
+    """accelerate brings offloaded tensors back in `forward` of each module; encodings are used without it."""
+    devices = {p.device.type for p in model.parameters()}
+    if "meta" in devices and len(devices) > 1:
+        raise ValueError(
+            'device_map puts layers on "cpu" or "disk" only to fetch them again (offloading), which grape '
+            "models do not support; give every layer a device it stays on, or load without device_map"
         )
 
 
