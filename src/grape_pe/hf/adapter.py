@@ -16,16 +16,16 @@ require("transformers", "hf")
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.utils.weak import WeakTensorKeyDictionary  # noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM  # noqa: E402
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM  # noqa: E402
 
-from ..attention import attend  # noqa: E402
+from ..cache import Layout, StreamingCache  # noqa: E402
 from ..encodings import Encoding, build  # noqa: E402
-from ..models.blocks import attention_weights  # noqa: E402
-from ..models.layer_cache import Seen  # noqa: E402
+from ..models.blocks import dense_weights, see  # noqa: E402
 from .cache import layer_of  # noqa: E402
 from .fade import fade_in  # noqa: E402
 from .model import make_layout  # noqa: E402
@@ -35,6 +35,8 @@ ROTATIONS = ("rope", "grape-m", "grape-m-basis")
 #: kinds of rope_parameters with one fixed spectrum
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 IMPLEMENTATION = "grape"
+#: the layout of each call under way, by the cosines that transformers makes for it
+LAYOUTS = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -74,26 +76,29 @@ class Adapted(nn.Module):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        x, encoding = hidden_states, self.used()
-        layers = None
-        if past_key_values is not None:
-            layers = [layer_of(past_key_values, self.layer_idx)]  # type: ignore[arg-type]
-        if attention_mask is not None and bool((attention_mask == 0).any()):
-            position_ids = None  # counted over the tokens that are there
-        else:
-            attention_mask = None
-        layout = make_layout(x, attention_mask, position_ids, layers)
-        q, k, v = self.project(x)
-        if layers is not None:
-            seen = layers[0].open(encoding, None, self.rollback).append_layout(q, k, v, x, layout)
-            layers[0].sync()
-        else:
-            code = encoding(q, k, x=x, v=v, positions=layout.positions)
-            masks = {"documents": layout.documents, "key_padding": layout.padding}
-            seen = Seen(code.q, code.k, v, code.bias, {n: t for n, t in masks.items() if t is not None})
-        y = attend(seen.q, seen.k, seen.v, bias=seen.bias, scale=self.scale, **seen.masks)
-        dense = attention_weights(seen, self.scale) if kwargs.get("output_attentions") else None
-        return self.o_proj(y.transpose(1, 2).flatten(2)), dense  # type: ignore[operator]
+        layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)  # type: ignore[arg-type]
+        layout = self._layout(hidden_states, position_embeddings, attention_mask, position_ids, layer)
+        x, encoding = layout.pack(hidden_states), self.used()
+        cache = None if layer is None else layer.open(StreamingCache, encoding, self.rollback)
+        seen = see(*self.project(x), x, layout, encoding, cache)
+        y = self.o_proj(seen.attend(scale=self.scale).transpose(1, 2).flatten(2))  # type: ignore[operator]
+        wanted = kwargs.get("output_attentions")
+        return layout.unpack(y), dense_weights(seen, layout, cache, scale=self.scale) if wanted else None
+
+    def _layout(
+        self, x: Tensor, rotary: Any, mask: Tensor | None, positions: Tensor | None, layer: Any
+    ) -> Layout:
+        """The layout of a call, made by its first layer; all layers get the same rotary embeddings."""
+        layout = None if rotary is None else LAYOUTS.get(rotary[0])
+        if layout is None:
+            if mask is not None and bool((mask == 0).any()):
+                positions = None  # counted over the tokens that are there
+            else:
+                mask = None
+            layout = make_layout(x, mask, positions, None if layer is None else [layer])
+            if rotary is not None:
+                LAYOUTS[rotary[0]] = layout
+        return layout
 
 
 class AdaptedLlamaAttention(Adapted, LlamaAttention):  # type: ignore[misc]

@@ -15,11 +15,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from ..cache import Layout, arrange
 from ..encodings import Encoding
 from ..encodings.base import FullPrecision
 from ..models.blocks import EMBEDDING_STD, Block, check_packing
 from ..models.kv_shift import KVShift
-from ..models.layout import Layout, Tail, positions_from_mask
 from ..models.loss import cross_entropy
 from ..models.norm import RMSNorm
 from ..models.remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
@@ -187,44 +187,33 @@ class GrapeModel(GrapePreTrainedModel):
         for i, block in enumerate(self.layers):
             stream = None
             if layers is not None:
-                shift = block.self_attn.kv_shift  # type: ignore[union-attr]
-                stream = layers[i].open(self.encoding_of(i), shift, self.config.rollback)  # type: ignore[arg-type]
+                stream = layers[i].open(block.self_attn.cache, self.encoding_of(i), self.config.rollback)  # type: ignore[union-attr,arg-type]
             x, dense = block(x, layout, self.encoding, stream, weights)
             attentions.append(dense)
             states += (x,)
-            if layers is not None:
-                layers[i].sync()
         x = self.norm(x)
         return x, (*states[:-1], x), tuple(attentions)
 
 
 def make_layout(x: Tensor, mask: Tensor | None, positions: Tensor | None, layers: list[Any] | None) -> Layout:
     """Where the new tokens stand, from Hugging Face's arguments and what the cache already holds."""
+    batch, count = x.shape[:2]
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < count):
+        raise ValueError(
+            f"attention_mask must be (batch, tokens so far), 0 on padding; got {tuple(mask.shape)} for "
+            f"{count} new tokens. Masks of other shapes are not supported: use position_ids for packing"
+        )
+    if mask is None and positions is None and layers is None:
+        return Layout()
     stream = layers[0].stream if layers else None
-    tail: Tail | None = None if stream is None else stream.tail()
-    count = x.shape[1]
-    padding = None
-    if mask is not None:
-        if mask.dim() != 2 or mask.shape[0] != x.shape[0] or mask.shape[1] < count:
-            raise ValueError(
-                f"attention_mask must be (batch, tokens so far), 0 on padding; got {tuple(mask.shape)} for "
-                f"{count} new tokens. Masks of other shapes are not supported: use position_ids for packing"
-            )
-        padding = mask[:, -count:] == 0
-    if positions is None:
-        if mask is None and layers is None:
-            return Layout()
-        positions = _positions(x, mask, tail)
-    elif positions.dim() == 1:
-        positions = positions[None]
-    return Layout.from_positions(positions.to(x.device), padding, tail)
-
-
-def _positions(x: Tensor, mask: Tensor | None, tail: Tail | None) -> Tensor:
-    if mask is not None:
-        return positions_from_mask(mask)[:, -x.shape[1] :]
-    steps = torch.arange(x.shape[1], device=x.device)[None]
-    return steps if tail is None else tail.next_position.long().unsqueeze(-1) + steps
+    return arrange(
+        batch,
+        count,
+        x.device,
+        positions=positions,
+        padding=None if mask is None else mask[:, mask.shape[1] - count :] == 0,
+        tail=None if stream is None else stream.tail(),
+    )
 
 
 class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
