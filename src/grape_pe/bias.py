@@ -333,7 +333,8 @@ class PathBias(Bias):
         shift = self.probe_k.shape[2] - self.probe_q.shape[2]
         first, last = cols.start + 1, max(rows.stop + shift, cols.stop + 1)
         probes = self.probe_k[:, :, first:last]
-        z = self.probe_q[:, :, rows] @ probes.transpose(-1, -2) / self.probe_k.shape[-1]
+        wide = torch.promote_types(self.probe_q.dtype, probes.dtype)
+        z = self.probe_q[:, :, rows].to(wide) @ probes.transpose(-1, -2).to(wide) / self.probe_k.shape[-1]
         token = torch.arange(first, first + probes.shape[2], device=z.device)
         t = torch.arange(rows.start + shift, rows.stop + shift, device=z.device)
         edge = LINKS[self.link](z).masked_fill(token > t.unsqueeze(-1), 0.0)
