@@ -72,16 +72,14 @@ class _Progress:
 
 
 def _one_of_each(failures: dict[int, str]) -> dict[int, str]:
-    """Failures without those whose traceback ends at the same line with the same kind of error."""
-    kinds: Counter[str] = Counter()
+    """At most three failures from each line of code."""
+    places: Counter[str] = Counter()
     chosen = {}
     for seed, text in failures.items():
-        lines = [
-            line for line in text.splitlines() if line.startswith(("  File", text.rsplit("\n", 2)[-2][:20]))
-        ]
-        kind = "\n".join(lines[-2:])[:200]
-        kinds[kind] += 1
-        if kinds[kind] <= 3:
+        first = text.split("\nThe above exception was the direct cause")[0]
+        place = [line for line in first.splitlines() if line.startswith("  File")][-1]
+        places[place] += 1
+        if places[place] <= 3:
             chosen[seed] = text
     return chosen
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...attention import attend
 from ...bias import Bias, NoBias
 from ...encodings import Encoding
-from .dense import dense_attention, visible_keys
+from .dense import dense_attention, torch_attention, visible_keys
 from .draw import Layout, RawBias, Sizes, draw_bias, draw_masks, draw_sizes
 from .encodings import draw_encoding, draw_positions
 from .runner import Outcome
@@ -185,26 +185,33 @@ def _encoded(
 
 def check(seed: int) -> Outcome:
     """Draw a case and compare every implementation that accepts it with the dense computation."""
-    case = draw_case(seed)
-    outcome = Outcome()
-    visible = visible_keys(case.sizes.queries, case.sizes.keys, case.masks)
-    scale = case.options.get("scale", case.sizes.width**-0.5)
-    working = torch.promote_types(case.dtype, torch.float32)
+    case, outcome = draw_case(seed), Outcome()
     with contextlib.suppress(_Refused):
         names = _accepting(case, outcome)
-        truth = evaluate(
-            case, True, lambda *a: dense_attention(*a, visible, scale, torch.float64), surrounded=False
-        )
-        dense = evaluate(
-            case, False, lambda *a: dense_attention(*a, visible, scale, working), surrounded=False
-        )
+        truth, peers = _compare_with(case)
         for name in names:
-            got = _attempt(
-                case, outcome, lambda *a, impl=name: attend(*a[:3], bias=a[3], impl=impl, **_arguments(case))
-            )
-            _judge(case, name, truth, dense, got)
+            got = _attempt(case, outcome, _by(name, case))
+            _judge(case, name, truth, peers, got)
             outcome.runs += 1
     return outcome
+
+
+def _by(name: str, case: Case) -> Compute:
+    return lambda q, k, v, bias: attend(q, k, v, bias=bias, impl=name, **_arguments(case))
+
+
+def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """The dense computation in float64, and in the dtype: ours and, in half precision, torch's."""
+    visible = visible_keys(case.sizes.queries, case.sizes.keys, case.masks)
+    scale = case.options.get("scale", case.sizes.width**-0.5)
+
+    def by(compute: Callable[..., Tensor], working: torch.dtype) -> Compute:
+        return lambda q, k, v, bias: compute(q, k, v, bias, visible, scale, working)
+
+    truth = evaluate(case, True, by(dense_attention, torch.float64), surrounded=False)
+    working = torch.promote_types(case.dtype, torch.float32)
+    kinds = (dense_attention, torch_attention) if case.dtype.itemsize < 4 else (dense_attention,)
+    return truth, [evaluate(case, False, by(kind, working), surrounded=False) for kind in kinds]
 
 
 class _Refused(Exception):
@@ -241,15 +248,15 @@ def _accepting(case: Case, outcome: Outcome) -> list[str]:
 
 
 def _judge(
-    case: Case, name: str, truth: dict[str, Tensor], dense: dict[str, Tensor], got: dict[str, Tensor]
+    case: Case, name: str, truth: dict[str, Tensor], peers: list[dict[str, Tensor]], got: dict[str, Tensor]
 ) -> None:
     times, part = RULE[case.dtype]
     wrong = []
     for what, right in truth.items():
-        if got[what].numel() == 0 and right.numel() == 0 and got[what].shape == right.shape:
+        if right.numel() == 0 and got[what].shape == right.shape:
             continue
-        error, known = (float((x[what] - right).norm()) for x in (got, dense))
-        allowed = max(times * known, part * (float(right.norm()) + 0.1 * right.numel() ** 0.5))
+        error, *known = (float((x[what] - right).norm()) for x in (got, *peers))
+        allowed = max(times * max(known), part * (float(right.norm()) + 0.1 * right.numel() ** 0.5))
         if not error <= allowed:
-            wrong.append(f"{what}: error {error:.3g}, dense {known:.3g}, norm {float(right.norm()):.3g}")
+            wrong.append(f"{what}: error {error:.3g}, dense {max(known):.3g}, norm {float(right.norm()):.3g}")
     assert not wrong, f"impl={name!r}: {'; '.join(wrong)}\n{case}"

@@ -34,6 +34,16 @@ def dense_attention(
     return torch.einsum("bhtj,bhjd->bhtd", weight / total, values).to(v.dtype)
 
 
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
+) -> Tensor:
+    """Torch's own attention in q's dtype, where there is no bias and something to see."""
+    if not isinstance(bias, NoBias) or not bool(visible.any(-1).all()) or q.numel() == 0:
+        return dense_attention(q, k, v, bias, visible, scale, working)
+    mask = None if bool(visible.all()) else visible
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
 def dense_bias(bias: Bias, working: torch.dtype) -> Tensor | None:
     """b(t, j) for all pairs, each kind by its formula."""
     match bias:
@@ -89,7 +99,7 @@ def visible_keys(queries: int, keys: int, masks: dict[str, Any]) -> Tensor:
     if masks.get("cu_seqlens") is not None:
         documents = sum((j[0] >= end).long() for end in masks["cu_seqlens"].tolist())
     if documents is not None:
-        ids = documents.reshape(-1, keys)
+        ids = documents if documents.dim() == 2 else documents[None]
         seen = seen & (ids[:, None, keys - queries :, None] == ids[:, None, None, :])
     if masks.get("key_padding") is not None:
         seen = seen & ~masks["key_padding"][:, None, None, :]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
+from ...bias import LINKS, Bias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
 
 Leaves = dict[str, Tensor]
 
@@ -102,10 +102,7 @@ class RawBias:
 
 def draw_bias(rng: random.Random, s: Sizes) -> RawBias:
     """Nothing, slopes of one to three terms, a path, a function of tiles, or a sum of those."""
-    kinds = rng.choice(
-        (["none"], ["slope"], ["slope"], ["slope", "slope"], ["path"], ["slope", "path"], ["tile"])
-        + (["path", "slope", "slope"], ["tile", "slope"], ["path", "tile"], ["path", "path"], ["term"])
-    )
+    kinds = rng.choice(KINDS).split()
     parts = [_PARTS[kind](rng, s, f"{i}.") for i, kind in enumerate(kinds)]
 
     def make(leaves: Leaves) -> Bias:
@@ -155,13 +152,14 @@ def _slope(rng: random.Random, s: Sizes, at: str) -> RawBias:
 
 
 def _path(rng: random.Random, s: Sizes, at: str) -> RawBias:
-    features, link = rng.choice((1, 2, 5, 8)), rng.choice(("logsigmoid", "bounded"))
+    features, links = rng.choice((1, 2, 5, 8)), list(LINKS)
+    link = rng.choice(links)
     batch, heads = rng.choice((1, s.batch)), rng.choice((1, s.kv_heads, s.heads))
 
     def make(leaves: Leaves) -> PathBias:
         return PathBias(leaves[f"{at}probe_q"], leaves[f"{at}probe_k"], leaves[f"{at}rate"], link)
 
-    sizes = {
+    sizes: dict[str, tuple[int, ...]] = {
         f"{at}probe_q": (batch, heads, s.queries, features),
         f"{at}probe_k": (rng.choice((1, s.batch)), heads, s.keys, features),
         f"{at}rate": (1, s.heads, 1),
@@ -171,7 +169,7 @@ def _path(rng: random.Random, s: Sizes, at: str) -> RawBias:
 
 def _tile(rng: random.Random, s: Sizes, at: str) -> RawBias:
     lead = rng.choice((1, s.batch)), rng.choice((1, s.heads))
-    sizes = {f"{at}x_q": (*lead, s.queries, 3), f"{at}x_k": (*lead, s.keys, 3)}
+    sizes: dict[str, tuple[int, ...]] = {f"{at}x_q": (*lead, s.queries, 3), f"{at}x_k": (*lead, s.keys, 3)}
 
     def make(leaves: Leaves) -> TileBias:
         return TileBias(_soft_distance, {"x": leaves[f"{at}x_q"]}, {"x": leaves[f"{at}x_k"]})
@@ -186,4 +184,15 @@ def _soft_distance(
     return -(apart.square().sum(-1) + 1.0).sqrt()
 
 
-_PARTS = {"none": _none, "term": _term, "slope": _slope, "path": _path, "tile": _tile}
+#: which parts a bias is the sum of
+KINDS = (
+    *("none", "term", "slope", "slope", "path", "tile", "slope slope", "slope path", "path slope slope"),
+    *("term slope", "slope term", "tile slope", "path tile", "path path", "none slope"),
+)
+_PARTS: dict[str, Callable[[random.Random, Sizes, str], RawBias]] = {
+    "none": _none,
+    "term": _term,
+    "slope": _slope,
+    "path": _path,
+    "tile": _tile,
+}

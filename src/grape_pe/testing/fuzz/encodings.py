@@ -45,16 +45,7 @@ OPTIONS: dict[str, Options] = {
     },
 }
 ROTATIONS = ("rope", "grape-m", "grape-m-ctx", "grape-m-basis", "grape-m-plane", "grape-m-mix", "liere")
-BIASES = (
-    "alibi",
-    "fox",
-    "grape-a-shift",
-    "grape-a-q",
-    "grape-a-k",
-    "grape-a-qk",
-    "grape-a-phase",
-    "grape-ap",
-)
+BIASES = [name for name in OPTIONS if name.startswith(("alibi", "fox", "grape-a")) and name != "grape-a-dict"]
 
 
 def draw_encoding(rng: random.Random, s: Sizes) -> Encoding:
