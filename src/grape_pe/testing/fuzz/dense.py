@@ -21,7 +21,7 @@ def dense_attention(
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(working).repeat_interleave(group, 1) for x in (k, v))
     logits = scale * torch.einsum("bhtd,bhjd->bhtj", q.to(working), keys)
-    extra = dense_bias(bias, working)
+    extra = dense_bias(bias, scale, working)
     if extra is not None:
         logits = logits + extra.to(working)
     if logits.numel() == 0:
@@ -37,14 +37,17 @@ def dense_attention(
 def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
 ) -> Tensor:
-    """Torch's own attention in q's dtype, where there is no bias and something to see."""
+    """Torch's fused attention in q's dtype, where there is no bias and something to see."""
     if not isinstance(bias, NoBias) or not bool(visible.any(-1).all()) or q.numel() == 0:
         return dense_attention(q, k, v, bias, visible, scale, working)
     mask = None if bool(visible.all()) else visible
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])  # the fused kernel wants one width
+    q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return y[..., :width]
 
 
-def dense_bias(bias: Bias, working: torch.dtype) -> Tensor | None:
+def dense_bias(bias: Bias, scale: float, working: torch.dtype) -> Tensor | None:
     """b(t, j) for all pairs, each kind by its formula."""
     match bias:
         case NoBias():
@@ -57,9 +60,10 @@ def dense_bias(bias: Bias, working: torch.dtype) -> Tensor | None:
             return _path(bias, working)
         case TileBias():
             rows, cols = (slice(0, n or 0) for n in (bias.query_length, bias.key_length))
-            return bias.function(rows, cols, bias.query, bias.key)
+            tile = bias.function(rows, cols, bias.query, bias.key)
+            return tile if bias.scale is None else scale * tile
         case SumBias():
-            parts = [part for part in (dense_bias(b, working) for b in bias.parts) if part is not None]
+            parts = [part for part in (dense_bias(b, scale, working) for b in bias.parts) if part is not None]
             return sum(part.to(working) for part in parts)  # type: ignore[return-value]
     raise TypeError(f"no dense formula for {type(bias).__name__}")
 

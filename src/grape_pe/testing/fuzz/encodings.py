@@ -54,8 +54,8 @@ def draw_encoding(rng: random.Random, s: Sizes) -> Encoding:
         parts = [rng.choice(list(OPTIONS))]
     else:
         parts = [rng.choice((*ROTATIONS, "nope", "path")), *rng.sample(BIASES, rng.choice((1, 2)))]
-    if s.width < 2:  # no plane to turn
-        parts = [part for part in parts if part not in ("grape-m-plane", "grape-m-mix")] or ["nope"]
+    if s.width < 2:  # no plane to turn, no direction to choose
+        parts = [part for part in parts if part not in ("grape-m-plane", "grape-m-mix", "path")] or ["nope"]
     options: dict[str, Any] = {part: OPTIONS[part](rng) for part in parts}
     if len(parts) == 1:
         options = options[parts[0]]
