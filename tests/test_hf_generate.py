@@ -1,6 +1,7 @@
 """Generation through Hugging Face: every mode with a cache gives what it gives without one."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -153,15 +154,12 @@ def test_a_cache_that_does_not_crop_is_noticed(name, monkeypatch):
 def test_a_bias_lost_in_the_cache_is_noticed(name, monkeypatch):
     model, ids = small(name), tokens()
     want = generated(model, ids, use_cache=False, do_sample=False)
-    from grape_pe.models import layer_cache
+    real = grape.StreamingCache._seen
 
-    real = layer_cache.LayerCache._seen
+    def without_bias(self, code, *rest):
+        return dataclasses.replace(real(self, code, *rest), bias=grape.NoBias())
 
-    def without_bias(self, code):
-        seen = real(self, code)
-        return layer_cache.Seen(seen.q, seen.k, seen.v, grape.NoBias(), seen.masks)
-
-    monkeypatch.setattr(layer_cache.LayerCache, "_seen", without_bias)
+    monkeypatch.setattr(grape.StreamingCache, "_seen", without_bias)
     with pytest.raises(AssertionError):
         same(model, ids, want, do_sample=False)
 

@@ -243,7 +243,8 @@ def _checked(
         raise TypeError("scale must be a number, got a Tensor; multiply q by it instead")
     if q.shape[-1] == 0:  # all logits are zero, or the bias: as with one feature that is zero
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
-    return Call(q, k, v, bias, masks, q.shape[-1] ** -0.5 if scale is None else scale, prune)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Call(q, k, v, bias.at_scale(scale), masks, scale, prune)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

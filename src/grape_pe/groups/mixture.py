@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..precision import exact_dtype, ignores_autocast, working_dtype
 from .rank2 import rank2_generator, sinc_of_square
-from .rotation import exact_dtype, matrix_exp
+from .rotation import matrix_exp
 
 
 def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def orthonormal_columns(weight: Tensor) -> Tensor:
     W becomes (the Cholesky factor of W^T W would square its condition number).
     """
     q, r = torch.linalg.qr(weight.to(exact_dtype(weight.device)))
-    return torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2) * q
+    return torch.where(r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -q, q)
 
 
 class _SkewExp(torch.autograd.Function):
@@ -103,12 +104,13 @@ class MixtureRotation:
     skew: Tensor
     n: Tensor
 
+    @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
-        working = torch.promote_types(x.dtype, torch.float32)
+        working = working_dtype(x.dtype)
         frame = self.frame.to(working)
         inside = x.to(working) @ frame
         change = skew_exp_apply(inside, self.skew, self.n) - inside
-        return x + (change @ frame.transpose(-1, -2)).to(x.dtype)
+        return (x.to(working) + change @ frame.transpose(-1, -2)).to(x.dtype)
 
     def compose(self, other: MixtureRotation) -> MixtureRotation:
         if self.frame is not other.frame or self.skew is not other.skew:
@@ -142,12 +144,13 @@ class JointMixtureRotation:
         generators = (self.n[..., None, None] * self.skew.unsqueeze(-4)).sum(-3)
         return matrix_exp(generators)
 
+    @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
-        working = torch.promote_types(x.dtype, torch.float32)
+        working = working_dtype(x.dtype)
         frame = self.frame.to(working)
         inside = x.to(working) @ frame
         turned = (self._small().to(working) @ inside.unsqueeze(-1)).squeeze(-1)
-        return x + ((turned - inside) @ frame.transpose(-1, -2)).to(x.dtype)
+        return (x.to(working) + (turned - inside) @ frame.transpose(-1, -2)).to(x.dtype)
 
     def inverse(self) -> JointMixtureRotation:
         return JointMixtureRotation(self.frame, self.skew, -self.n)

@@ -17,14 +17,17 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
 )
+from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..encodings import Encoding, build
 from .adapted_config import GrapeLlamaConfig, GrapeQwen2Config, GrapeQwen3Config
 from .adapter import IMPLEMENTATION, Adapted, GrapeLlamaAttention, GrapeQwen2Attention, GrapeQwen3Attention
+from .cache import layer_of
 from .config import LAYER_TYPE
 from .fade import fade_in
+from .model import cache_for, make_layout
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
 
 AdaptedConfig = GrapeLlamaConfig | GrapeQwen2Config | GrapeQwen3Config
@@ -58,7 +61,9 @@ class AdaptedBase(AdaptedModel):
     """A stock model without head whose layers have our attention."""
 
     attention: ClassVar[type[Adapted]]
+    mask: ClassVar[Any] = None  # for the stock model, which would make one of T x T
     encoding: Encoding | None  # one for all layers
+    layers: nn.ModuleList
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -66,20 +71,32 @@ class AdaptedBase(AdaptedModel):
         self.post_init()
 
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
     ) -> Any:
-        if self.training and kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False
-        return super().forward(input_ids, attention_mask, **kwargs, shared_encoding=self.encoding)
-
-
-class AdaptedQwenBase(AdaptedBase):
-    """Qwen models choose a mask for each type of layer; ours take the (batch, tokens) mask as it is."""
-
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        return super().forward(input_ids, {LAYER_TYPE: attention_mask}, **kwargs)  # type: ignore[arg-type]
+        """The stock model; its layers get a layout, made once, in the place of a mask."""
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        cache = cache_for(self, past_key_values, use_cache)
+        layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
+        kwargs["layout"] = make_layout(tokens, attention_mask, position_ids, layers)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=self.mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=cache is not None,
+            shared_encoding=self.encoding,
+            **kwargs,
+        )
 
 
 class AdaptedForCausalLM(AdaptedModel):
@@ -100,14 +117,16 @@ class GrapeLlamaModel(AdaptedBase, LlamaModel):  # type: ignore[misc]
     attention = GrapeLlamaAttention
 
 
-class GrapeQwen2Model(AdaptedQwenBase, Qwen2Model):  # type: ignore[misc]
+class GrapeQwen2Model(AdaptedBase, Qwen2Model):  # type: ignore[misc]
     config: GrapeQwen2Config
     attention = GrapeQwen2Attention
+    mask: ClassVar[Any] = {LAYER_TYPE: None}  # one for each type of layer
 
 
-class GrapeQwen3Model(AdaptedQwenBase, Qwen3Model):  # type: ignore[misc]
+class GrapeQwen3Model(AdaptedBase, Qwen3Model):  # type: ignore[misc]
     config: GrapeQwen3Config
     attention = GrapeQwen3Attention
+    mask: ClassVar[Any] = {LAYER_TYPE: None}  # one for each type of layer
 
 
 class GrapeLlamaForCausalLM(AdaptedForCausalLM, LlamaForCausalLM):  # type: ignore[misc]

@@ -11,12 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from ..attention import attend
+from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
-from ..models.blocks import attention_weights
-from ..models.layer_cache import Seen
+from ..models.blocks import dense_weights, see
 from .cache import layer_of
-from .model import make_layout
 
 #: the name of our attention for transformers
 IMPLEMENTATION = "grape"
@@ -39,53 +37,41 @@ class Adapted(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        position_ids: Tensor | None = None,
+        *,
+        layout: Layout,
         shared_encoding: Encoding | None = None,
-        **kwargs: Any,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,  # the stock model's own mask, positions and rotary embeddings
     ) -> tuple[Tensor, Tensor | None]:
-        x, encoding = hidden_states, shared_encoding if self.encoding is None else self.encoding
+        x, encoding = layout.pack(hidden_states), shared_encoding if self.encoding is None else self.encoding
         assert encoding is not None
-        layers = None
+        cache = None
         if past_key_values is not None:
-            layers = [layer_of(past_key_values, self.layer_idx)]  # type: ignore[arg-type]
-        if attention_mask is not None and bool((attention_mask == 0).any()):
-            position_ids = None  # counted over the tokens that are there
-        else:
-            attention_mask = None
-        layout = make_layout(x, attention_mask, position_ids, layers)
-        q, k, v = self.project(x)
-        if layers is not None:
-            seen = layers[0].open(encoding, None, self.config.rollback).append_layout(q, k, v, x, layout)
-            layers[0].sync()
-        else:
-            code = encoding(q, k, x=x, v=v, positions=layout.positions)
-            masks = {"documents": layout.documents, "key_padding": layout.padding}
-            seen = Seen(code.q, code.k, v, code.bias, {n: t for n, t in masks.items() if t is not None})
-        y = attend(seen.q, seen.k, seen.v, bias=seen.bias, scale=self.scale, **seen.masks)
-        dense = attention_weights(seen, self.scale) if kwargs.get("output_attentions") else None
-        return self.o_proj(y.transpose(1, 2).flatten(2)), dense  # type: ignore[operator]
+            layer = layer_of(past_key_values, self.layer_idx)  # type: ignore[arg-type]
+            cache = layer.open(StreamingCache, encoding, self.config.rollback)
+        seen = see(*self.project(x), x, layout, encoding, cache)
+        y = self.o_proj(seen.attend(scale=self.scale).transpose(1, 2).flatten(2))  # type: ignore[operator]
+        dense = dense_weights(seen, layout, cache, scale=self.scale) if output_attentions else None
+        return layout.unpack(y), dense
 
 
 class GrapeLlamaAttention(Adapted, LlamaAttention):  # type: ignore[misc]
     pass
 
 
-class GrapeQwen2Attention(Adapted, Qwen2Attention):
+class GrapeQwen2Attention(Adapted, Qwen2Attention):  # type: ignore[misc]
     pass
 
 
-class GrapeQwen3Attention(Adapted, Qwen3Attention):
+class GrapeQwen3Attention(Adapted, Qwen3Attention):  # type: ignore[misc]
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().project(x)
         return self.q_norm(q), self.k_norm(k), v
 
 
-def _padding_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """The (batch, tokens) mask as it came: an adapted layer makes no T x T mask of it."""
-    return attention_mask
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Adapted layers get a `Layout` instead of a mask."""
 
 
 def _unreachable(module: nn.Module, *_: Any, **__: Any) -> Any:
@@ -95,5 +81,5 @@ def _unreachable(module: nn.Module, *_: Any, **__: Any) -> Any:
     )
 
 
-AttentionMaskInterface.register(IMPLEMENTATION, _padding_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 AttentionInterface.register(IMPLEMENTATION, _unreachable)

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from ..cache import Layout, arrange
 from ..encodings import Encoding
 from ..models.blocks import EMBEDDING_STD, Block, check_packing
 from ..models.kv_shift import KVShift
-from ..models.layout import Layout, Tail, positions_from_mask
 from ..models.loss import cross_entropy
 from ..models.norm import RMSNorm
 from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
@@ -81,30 +81,19 @@ class GrapeModel(GrapePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        held = self._cache_layers(past_key_values, use_cache)
-        cache = held.pop("cache")
-        layout = make_layout(x, attention_mask, position_ids, held["layers"])
+        cache = cache_for(self, past_key_values, use_cache)
+        layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
+        layout = make_layout(x, attention_mask, position_ids, layers)
         check_packing(self.encoding_of(0), layout)
         weights = self.config.output_attentions if output_attentions is None else output_attentions
         every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        x, states, attentions = self._blocks(x, layout, held["layers"], bool(weights))
+        x, states, attentions = self._blocks(x, layout, layers, bool(weights))
         return BaseModelOutputWithPast(
             last_hidden_state=x,  # type: ignore[arg-type]
             past_key_values=cache,
             hidden_states=states if every else None,  # type: ignore[arg-type]
             attentions=attentions if weights else None,  # type: ignore[arg-type]
         )
-
-    def _cache_layers(self, cache: Cache | None, use_cache: bool | None) -> dict[str, Any]:
-        """The cache to fill and its layers; in training none is made unless asked for."""
-        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if self.training and self.gradient_checkpointing:
-            wanted, cache = False, None
-        if cache is None and wanted:
-            cache = DynamicCache(config=self.config)
-        if cache is None:
-            return {"cache": None, "layers": None}
-        return {"cache": cache, "layers": [layer_of(cache, i) for i in range(len(self.layers))]}
 
     def _blocks(
         self,
@@ -118,44 +107,41 @@ class GrapeModel(GrapePreTrainedModel):
         for i, block in enumerate(self.layers):
             stream = None
             if layers is not None:
-                shift = block.self_attn.kv_shift  # type: ignore[union-attr]
-                stream = layers[i].open(self.encoding_of(i), shift, self.config.rollback)  # type: ignore[arg-type]
+                stream = layers[i].open(block.self_attn.cache, self.encoding_of(i), self.config.rollback)  # type: ignore[union-attr,arg-type]
             x, dense = block(x, layout, self.encoding, stream, weights)
             attentions.append(dense)
             states += (x,)
-            if layers is not None:
-                layers[i].sync()
         x = self.norm(x)
         return x, (*states[:-1], x), tuple(attentions)
 
 
+def cache_for(model: PreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+    """The cache to fill; in training none is made unless asked for, and none goes with checkpointing."""
+    if model.training and model.gradient_checkpointing:
+        return None
+    wanted = model.config.use_cache and not model.training if use_cache is None else use_cache
+    return DynamicCache(config=model.config) if cache is None and wanted else cache
+
+
 def make_layout(x: Tensor, mask: Tensor | None, positions: Tensor | None, layers: list[Any] | None) -> Layout:
     """Where the new tokens stand, from Hugging Face's arguments and what the cache already holds."""
+    batch, count = x.shape[:2]
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < count):
+        raise ValueError(
+            f"attention_mask must be (batch, tokens so far), 0 on padding; got {tuple(mask.shape)} for "
+            f"{count} new tokens. Masks of other shapes are not supported: use position_ids for packing"
+        )
+    if mask is None and positions is None and layers is None:
+        return Layout()
     stream = layers[0].stream if layers else None
-    tail: Tail | None = None if stream is None else stream.tail()
-    count = x.shape[1]
-    padding = None
-    if mask is not None:
-        if mask.dim() != 2 or mask.shape[0] != x.shape[0] or mask.shape[1] < count:
-            raise ValueError(
-                f"attention_mask must be (batch, tokens so far), 0 on padding; got {tuple(mask.shape)} for "
-                f"{count} new tokens. Masks of other shapes are not supported: use position_ids for packing"
-            )
-        padding = mask[:, -count:] == 0
-    if positions is None:
-        if mask is None and layers is None:
-            return Layout()
-        positions = _positions(x, mask, tail)
-    elif positions.dim() == 1:
-        positions = positions[None]
-    return Layout.from_positions(positions.to(x.device), padding, tail)
-
-
-def _positions(x: Tensor, mask: Tensor | None, tail: Tail | None) -> Tensor:
-    if mask is not None:
-        return positions_from_mask(mask)[:, -x.shape[1] :]
-    steps = torch.arange(x.shape[1], device=x.device)[None]
-    return steps if tail is None else tail.next_position.long().unsqueeze(-1) + steps
+    return arrange(
+        batch,
+        count,
+        x.device,
+        positions=positions,
+        padding=None if mask is None else mask[:, mask.shape[1] - count :] == 0,
+        tail=None if stream is None else stream.tail(),
+    )
 
 
 class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
