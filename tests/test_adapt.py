@@ -175,7 +175,7 @@ def test_refusals():
         adapt(pretrained(), "rope+foxx")
     with pytest.raises(ValueError, match=r"for example 'rope\+fox'"):
         adapt(pretrained(), "fox")
-    with pytest.raises(TypeError, match="adapt knows LlamaForCausalLM"):
+    with pytest.raises(TypeError, match="adapt takes LlamaForCausalLM"):
         adapt(torch.nn.Linear(2, 2), "grape-m")
     with pytest.raises(ValueError, match="already has 'grape-m'"):
         adapt(adapt(pretrained(), "grape-m"), "rope+fox")

@@ -20,8 +20,8 @@ from .adapted import (  # noqa: E402
     GrapeQwen3Model,
 )
 from .adapted_config import GrapeLlamaConfig, GrapeQwen2Config, GrapeQwen3Config  # noqa: E402
+from .adapter import adapt, new_parameters  # noqa: E402
 from .adapter_files import load_adapter, save_adapter  # noqa: E402
-from .adapting import adapt, new_parameters  # noqa: E402
 from .cache import GrapeDynamicLayer, GrapeStaticLayer  # noqa: E402
 from .config import GrapeConfig  # noqa: E402
 from .exporter import export  # noqa: E402

@@ -22,8 +22,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..encodings import Encoding, build
+from .adapted_attention import (
+    IMPLEMENTATION,
+    Adapted,
+    GrapeLlamaAttention,
+    GrapeQwen2Attention,
+    GrapeQwen3Attention,
+)
 from .adapted_config import GrapeLlamaConfig, GrapeQwen2Config, GrapeQwen3Config
-from .adapter import IMPLEMENTATION, Adapted, GrapeLlamaAttention, GrapeQwen2Attention, GrapeQwen3Attention
 from .cache import layer_of
 from .config import LAYER_TYPE
 from .fade import fade_in

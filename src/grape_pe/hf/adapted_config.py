@@ -66,8 +66,10 @@ class AdaptedFields:
     def _check_attention(self) -> None:
         """Attention that `grape_pe.attend` computes: one fixed spectrum, no dropout."""
         config: Any = self
-        kind = config.rope_parameters["rope_type"]
-        if kind not in ROPE_TYPES:
+        rope = config.rope_parameters
+        kind = rope["rope_type"]
+        fixed = kind == "longrope" and rope["short_factor"] == rope["long_factor"]  # as `export` writes it
+        if kind not in ROPE_TYPES and not fixed:
             raise ValueError(
                 f"rope_type {kind!r} changes its frequencies with the length; use one of {ROPE_TYPES}"
             )

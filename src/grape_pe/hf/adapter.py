@@ -1,85 +1,100 @@
-"""Attention of adapted models: any encoding in the place of RoPE, on the stock projections."""
+"""Give a pretrained Llama or Qwen model another encoding; its logits stay as they are until it is trained.
+
+adapt(model, "rope+grape-ap")         # then train; only the new parameters by default
+model.save_pretrained("adapted")      # AutoModelForCausalLM.from_pretrained("adapted") loads it
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers import PreTrainedModel
 
-from ..cache import Layout, StreamingCache
-from ..encodings import Encoding
-from ..models.blocks import dense_weights, see
-from .cache import layer_of
-
-#: the name of our attention for transformers
-IMPLEMENTATION = "grape"
+from .adapted import FAMILIES, AdaptedConfig, AdaptedForCausalLM, build_encodings, change_class, install
 
 
-class Adapted(nn.Module):
-    """Attention of an adapted model: stock projections, our encoding, cache and softmax."""
+def adapt(
+    model: PreTrainedModel,
+    encoding: str,
+    *,
+    shared: bool = False,
+    train: Literal["new", "all"] = "new",
+    **options: Any,
+) -> PreTrainedModel:
+    """Replace the encoding of a pretrained model, in place; its logits stay as they were until it is trained.
 
-    encoding: Encoding | None  # None where the model has one for all layers, and passes it
-    scale: float
-    config: Any
+    A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `Faded`). The model
+    becomes a `GrapeLlamaForCausalLM` (or Qwen2, Qwen3) with a configuration of its own, which
+    `save_pretrained` and `from_pretrained` keep.
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[operator,arg-type]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+    Args:
+        model: a Llama, Qwen2 or Qwen3 model for causal language modelling.
+        encoding: the new encoding: "grape-m", "rope+fox", "grape-m+grape-ap", …
+        shared: one encoding for the whole model instead of one for each layer.
+        train: "new" freezes all other parameters, "all" leaves them as they are.
+        options: of the encoding, as for `grape.build`.
+    """
+    family = _family(model)
+    if train not in ("new", "all"):
+        raise ValueError(f'train must be "new" or "all", got {train!r}')
+    config = family.config_class.from_stock(model.config, encoding, options, shared)  # type: ignore[union-attr]
+    encodings = build_encodings(model.model, config)
+    for i, built in enumerate(encodings):
+        weight: Any = model.model.layers[i].self_attn.q_proj.weight
+        built.to(weight.device, model.dtype)
+    if train == "new":
+        model.requires_grad_(False)
+    _replace_config(model, config)
+    change_class(model, family)
+    change_class(model.model, family.base)
+    install(model.model, encodings)
+    return model
+
+
+def _family(model: PreTrainedModel) -> type[AdaptedForCausalLM]:
+    if isinstance(model, AdaptedForCausalLM):
+        raise ValueError(f"this model already has {model.config.encoding!r}; load the original again")
+    if type(model) not in FAMILIES:
+        known = ", ".join(cls.__name__ for cls in FAMILIES)
+        raise TypeError(
+            f"adapt takes {known}; got {type(model).__name__}. Adapt before PEFT or torch.compile wrap it"
         )
-        return q, k, v
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        layout: Layout,
-        shared_encoding: Encoding | None = None,
-        past_key_values: Cache | None = None,
-        output_attentions: bool = False,
-        **kwargs: Any,  # the stock model's own mask, positions and rotary embeddings
-    ) -> tuple[Tensor, Tensor | None]:
-        x, encoding = layout.pack(hidden_states), shared_encoding if self.encoding is None else self.encoding
-        assert encoding is not None
-        cache = None
-        if past_key_values is not None:
-            layer = layer_of(past_key_values, self.layer_idx)  # type: ignore[arg-type]
-            cache = layer.open(StreamingCache, encoding, self.config.rollback)
-        seen = see(*self.project(x), x, layout, encoding, cache)
-        y = self.o_proj(seen.attend(scale=self.scale).transpose(1, 2).flatten(2))  # type: ignore[operator]
-        dense = dense_weights(seen, layout, cache, scale=self.scale) if output_attentions else None
-        return layout.unpack(y), dense
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "some parameters are on the meta device (offloaded or not loaded); load the model first"
+        )
+    return FAMILIES[type(model)]
 
 
-class GrapeLlamaAttention(Adapted, LlamaAttention):  # type: ignore[misc]
-    pass
+def _replace_config(model: PreTrainedModel, config: AdaptedConfig) -> None:
+    """The new configuration in every module that has the old one, which other models may share.
+
+    The name is dropped: under it PEFT and others would load the model without its encoding.
+    """
+    old = model.config
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = config  # type: ignore[assignment]
+    config._attn_implementation = model._check_and_adjust_attn_implementation("grape")
+    model.name_or_path = ""
 
 
-class GrapeQwen2Attention(Adapted, Qwen2Attention):  # type: ignore[misc]
-    pass
+def adapted_config(model: PreTrainedModel) -> AdaptedConfig:
+    """The configuration of an adapted model; an error if it is not one."""
+    if not isinstance(model, AdaptedForCausalLM):
+        raise ValueError(f"this {type(model).__name__} has not been adapted; call adapt(model, …) first")
+    return model.config  # type: ignore[no-any-return]
 
 
-class GrapeQwen3Attention(Adapted, Qwen3Attention):  # type: ignore[misc]
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
+def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters `adapt` added, by name."""
+    added = set(new_state(model))
+    return {name: p for name, p in model.named_parameters() if name in added}
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Adapted layers get a `Layout` instead of a mask."""
-
-
-def _unreachable(module: nn.Module, *_: Any, **__: Any) -> Any:
-    raise TypeError(
-        f"attn_implementation={IMPLEMENTATION!r} belongs to models changed by grape_pe.hf.adapt, "
-        f"and {type(module).__name__} is not; use sdpa"
-    )
-
-
-AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-AttentionInterface.register(IMPLEMENTATION, _unreachable)
+def new_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Everything `adapt` added: parameters and buffers, by name."""
+    layers = range(adapted_config(model).num_hidden_layers)
+    prefixes = ("model.encoding.", *(f"model.layers.{i}.self_attn.encoding." for i in layers))
+    return {name: t for name, t in model.state_dict().items() if name.startswith(prefixes)}

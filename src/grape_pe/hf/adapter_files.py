@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from .adapting import adapt, adapted_config, new_state
+from .adapter import adapt, adapted_config, new_state
 
 FORMAT = "grape-pe adapter 1"
 
@@ -46,7 +46,8 @@ def load_adapter(
     metadata, tensors = _read(Path(path))
     if metadata["model_type"] != model.config.model_type:
         raise ValueError(
-            f"the adapter was made for a {metadata['model_type']} model, this is {model.config.model_type}"
+            f"the adapter was made for a {metadata['model_type']} model, this is {model.config.model_type}; "
+            "load the pretrained model that was adapted"
         )
     options, shared = json.loads(metadata["options"]), json.loads(metadata["shared"])
     adapt(model, metadata["encoding"], shared=shared, train=train, **options)
