@@ -47,7 +47,7 @@ class _SkewExp(torch.autograd.Function):
         work = torch.complex128 if y.dtype == torch.float64 else torch.complex64
         modes = y.to(work) @ basis.conj().to(work)
         out = ((modes * half.square().to(work)) @ basis.mT.to(work)).real
-        return out.to(y.dtype), modes, mu, basis, half
+        return out.to(y.dtype, copy=True), modes, mu, basis, half  # a view would have no forward mode
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
