@@ -1,4 +1,4 @@
-"""Every derivative torch offers, through every encoding: first and second, reverse and forward, torch.func."""
+"""Derivatives through every encoding: first and second, reverse and forward mode, torch.func."""
 
 from __future__ import annotations
 
