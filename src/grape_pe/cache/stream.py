@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from .layout import Layout, Tail, arrange
-from .seen import Seen, encode, move_to_end
+from .seen import Seen, check_packing, encode, move_to_end
 from .sequences import Sequences
 from .table import OPTIONAL, Table
 
@@ -134,7 +134,9 @@ class StreamingCache:
     ) -> Layout:
         given = {"positions": positions, "padding": padding, "documents": documents}
         where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
-        return arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
+        layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
+        check_packing(self.encoding, layout)
+        return layout
 
     def tail(self) -> Tail | None:
         """Where the next call goes on; None for an empty cache."""
@@ -341,7 +343,7 @@ class StreamingCache:
 
     def select(self, index: Tensor) -> Self:
         """Keep the sequences `index` of the batch, in that order: beam search, finished requests."""
-        if not self.sequences.lengths:
+        if not self.sequences.batch:
             return self
         rows = index.tolist()
         self.tokens.select(index, rows)
@@ -354,7 +356,7 @@ class StreamingCache:
 
     def repeat(self, times: int) -> Self:
         """Every sequence `times` times, side by side."""
-        return self.select(torch.arange(len(self.sequences.lengths)).repeat_interleave(times))
+        return self.select(torch.arange(self.sequences.batch).repeat_interleave(times))
 
     def fork(self) -> Self:
         """An independent copy: what is written to one is not seen by the other."""
