@@ -91,7 +91,7 @@ class Sequences:
     def move(self, offset: float) -> None:
         """All positions smaller by `offset`."""
         assert self.next is not None
-        self.next = [place - offset for place in self.next]
+        self.next = [p - offset if n else p for p, n in zip(self.next, self.lengths, strict=True)]
         if self.runs is not None:
             self.runs = [[(first - offset, n) for first, n in runs] for runs in self.runs]
 

@@ -202,10 +202,10 @@ class StreamingCache:
                 f"{self.encoding!r} sums its bias over the tokens between query and key; with sinks those "
                 "would be gone. Use a window without sinks"
             )
-        if self.sinks and counts is not None and min(self.sequences.lengths or counts) < self.sinks:
+        if self.sinks and counts is not None and min(self.sequences.lengths or counts) <= self.sinks:
             raise ValueError(
-                f"padding needs the first sinks={self.sinks} tokens of every sequence to be there already: "
-                "they are kept in the same place. Prefill them without padding"
+                f"padding needs more than sinks={self.sinks} tokens of every sequence, because the first ones "
+                "are kept in the same place: prefill them without padding"
             )
 
     def _write(
@@ -323,10 +323,10 @@ class StreamingCache:
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             if not 0 <= count <= length:
                 raise ValueError(f"cannot take back {count} tokens: the cache has {length}")
-            if uneven and length - count < self.sinks:
+            if uneven and self.sinks and length - count <= self.sinks:
                 raise ValueError(
-                    f"sequences of different lengths must keep their first sinks={self.sinks} tokens: "
-                    f"cannot take back {count} of {length}"
+                    f"sequences of different lengths must keep more than their first sinks={self.sinks} "
+                    f"tokens: cannot take back {count} of {length}"
                 )
             if 0 < count < length and not self._reachable(b, count, length - count):
                 raise ValueError(
@@ -349,6 +349,9 @@ class StreamingCache:
         self.tokens.select(index, rows)
         self.states.select(index, rows)
         self.sequences.select(rows)
+        if not self.length:  # only sequences without tokens are left
+            columns, padded = self.sequences.columns, self.sequences.padded
+            self.reset().sequences = Sequences(columns=columns, padded=padded)
         self.bound = None if self.bound is None else self.bound.index_select(0, index.to(self.bound.device))
         return self
 

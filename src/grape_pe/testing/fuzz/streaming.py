@@ -286,6 +286,7 @@ def _refuse(world: World, error: ValueError, right: bool) -> None:
     assert right, f"refused: {error}"
     words = [word for word in str(error).split() if not any(c.isdigit() for c in word)]
     world.outcome.refused.append(" ".join(words)[:70])
+    world.log.append(f"refused: {error}")
 
 
 # What is expected ---------------------------------------------------------------------------------
