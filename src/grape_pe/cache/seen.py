@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..attention import attend
 from ..bias import Bias
 from ..encodings.base import Encoded, Encoding
+from ..encodings.path import PaTH
 from .layout import Layout
 from .table import take
 
@@ -63,6 +64,17 @@ def encode(
     if key_norm is not None:
         k = key_norm(k).to(v.dtype)
     return encoding(q, k, x=x, v=v, positions=layout.positions, state=state), v, shifted
+
+
+def check_packing(encoding: Encoding, layout: Layout) -> None:
+    """Refuse packed documents where the encoding itself reads across their borders."""
+    if layout.documents is None:
+        return
+    if any(isinstance(part, PaTH) and part.conv is not None for part in encoding.modules()):
+        raise ValueError(
+            "path reads its directions through a short convolution, which would cross the borders of packed "
+            "documents; use encoding_options={'conv': 0}, or one document a sequence"
+        )
 
 
 def move_to_end(code: Encoded, counts: Sequence[int]) -> tuple[Tensor, Bias, Tensor]:

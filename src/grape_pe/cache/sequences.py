@@ -59,13 +59,11 @@ class Sequences:
         """Without the last counts[b] tokens of each sequence; a sequence without tokens begins at 0 again."""
         self.lengths = [n - c for n, c in zip(self.lengths, counts, strict=True)]
         if self.runs is not None:
-            cut = [_cropped(runs, c) for runs, c in zip(self.runs, counts, strict=True)]
-            self.runs = [runs for runs, _ in cut]
-            self.next = [n if p is None else p for n, (_, p) in zip(self.next or [], cut, strict=True)]
+            self.runs = [_cropped(runs, c) for runs, c in zip(self.runs, counts, strict=True)]
+            self.next = [sum(runs[-1]) if runs else 0 for runs in self.runs]
         elif self.next is not None:
-            self.next = [n - c for n, c in zip(self.next, counts, strict=True)]
-        if self.next is not None:
-            self.next = [n if held else 0 for n, held in zip(self.next, self.lengths, strict=True)]
+            left = zip(self.next, counts, self.lengths, strict=True)
+            self.next = [place - c if length else 0 for place, c, length in left]
         self.columns = max(self.lengths)
         self.padded = [list(range(self.columns - n)) for n in self.lengths] if self.padded else []
 
@@ -75,12 +73,17 @@ class Sequences:
         return [columns - sum(column >= first for column in row) for row in padded]
 
     @property
+    def batch(self) -> int:
+        """Sequences seen so far; 0 for an empty cache."""
+        return len(self.lengths or self.padded)
+
+    @property
     def gaps(self) -> bool:
         """Whether padding stands between tokens or after them."""
         return any(row != list(range(len(row))) for row in self.padded)
 
     def select(self, rows: Sequence[int]) -> None:
-        self.lengths = [self.lengths[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows] if self.lengths else []
         self.next = None if self.next is None else [self.next[row] for row in rows]
         self.runs = None if self.runs is None else [list(self.runs[row]) for row in rows]
         self.padded = [self.padded[row] for row in rows] if self.padded else []
@@ -88,7 +91,7 @@ class Sequences:
     def move(self, offset: float) -> None:
         """All positions smaller by `offset`."""
         assert self.next is not None
-        self.next = [place - offset for place in self.next]
+        self.next = [p - offset if n else p for p, n in zip(self.next, self.lengths, strict=True)]
         if self.runs is not None:
             self.runs = [[(first - offset, n) for first, n in runs] for runs in self.runs]
 
@@ -99,13 +102,13 @@ class Sequences:
         return copy.deepcopy(self.__dict__)
 
 
-def _cropped(runs: Sequence[Run], count: int) -> tuple[list[Run], float | None]:
-    """Runs without their last `count` tokens, and the position of the first token removed."""
-    kept, place = list(runs), None
+def _cropped(runs: Sequence[Run], count: int) -> list[Run]:
+    """Runs without their last `count` tokens."""
+    kept = list(runs)
     while count:
         first, number = kept.pop()
         removed = min(number, count)
         if removed < number:
             kept.append((first, number - removed))
-        place, count = first + number - removed, count - removed
-    return kept, place
+        count -= removed
+    return kept

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from .layout import Layout, Tail, arrange
-from .seen import Seen, encode, move_to_end
+from .seen import Seen, check_packing, encode, move_to_end
 from .sequences import Sequences
 from .table import OPTIONAL, Table
 
@@ -134,7 +134,9 @@ class StreamingCache:
     ) -> Layout:
         given = {"positions": positions, "padding": padding, "documents": documents}
         where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
-        return arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
+        layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
+        check_packing(self.encoding, layout)
+        return layout
 
     def tail(self) -> Tail | None:
         """Where the next call goes on; None for an empty cache."""
@@ -200,10 +202,10 @@ class StreamingCache:
                 f"{self.encoding!r} sums its bias over the tokens between query and key; with sinks those "
                 "would be gone. Use a window without sinks"
             )
-        if self.sinks and counts is not None and min(self.sequences.lengths or counts) < self.sinks:
+        if self.sinks and counts is not None and min(self.sequences.lengths or counts) <= self.sinks:
             raise ValueError(
-                f"padding needs the first sinks={self.sinks} tokens of every sequence to be there already: "
-                "they are kept in the same place. Prefill them without padding"
+                f"padding needs more than sinks={self.sinks} tokens of every sequence, because the first ones "
+                "are kept in the same place: prefill them without padding"
             )
 
     def _write(
@@ -321,10 +323,10 @@ class StreamingCache:
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             if not 0 <= count <= length:
                 raise ValueError(f"cannot take back {count} tokens: the cache has {length}")
-            if uneven and length - count < self.sinks:
+            if uneven and self.sinks and length - count <= self.sinks:
                 raise ValueError(
-                    f"sequences of different lengths must keep their first sinks={self.sinks} tokens: "
-                    f"cannot take back {count} of {length}"
+                    f"sequences of different lengths must keep more than their first sinks={self.sinks} "
+                    f"tokens: cannot take back {count} of {length}"
                 )
             if 0 < count < length and not self._reachable(b, count, length - count):
                 raise ValueError(
@@ -341,12 +343,15 @@ class StreamingCache:
 
     def select(self, index: Tensor) -> Self:
         """Keep the sequences `index` of the batch, in that order: beam search, finished requests."""
-        if not self.sequences.lengths:
+        if not self.sequences.batch:
             return self
         rows = index.tolist()
         self.tokens.select(index, rows)
         self.states.select(index, rows)
         self.sequences.select(rows)
+        if not self.length:  # only sequences without tokens are left
+            columns, padded = self.sequences.columns, self.sequences.padded
+            self.reset().sequences = Sequences(columns=columns, padded=padded)
         self.bound = None if self.bound is None else self.bound.index_select(0, index.to(self.bound.device))
         return self
 
@@ -354,7 +359,7 @@ class StreamingCache:
 
     def repeat(self, times: int) -> Self:
         """Every sequence `times` times, side by side."""
-        return self.select(torch.arange(len(self.sequences.lengths)).repeat_interleave(times))
+        return self.select(torch.arange(self.sequences.batch).repeat_interleave(times))
 
     def fork(self) -> Self:
         """An independent copy: what is written to one is not seen by the other."""

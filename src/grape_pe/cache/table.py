@@ -124,7 +124,7 @@ class Table:
         least, first = min(counts), self.keep_first
         away = [count - least for count in counts]
         self.length -= least
-        room, held = self.length - first, self.lead or [0] * len(away)
+        room, held = max(0, self.length - first), self.lead or [0] * len(away)
         lead = [min(room, a + b) for a, b in zip(away, held, strict=True)]
         start = min(lead)
         if trim and self.keep_last is not None:

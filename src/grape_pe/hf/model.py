@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ..cache import Layout, arrange
+from ..cache import Layout, arrange, check_packing
 from ..encodings import Encoding
-from ..models.blocks import EMBEDDING_STD, Block, check_packing
+from ..models.blocks import EMBEDDING_STD, Block
 from ..models.kv_shift import KVShift
 from ..models.loss import cross_entropy
 from ..models.norm import RMSNorm

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..cache import Layout, Seen, StreamingCache, encode
 from ..encodings import Encoding
-from ..encodings.path import PaTH
 from .config import DecoderConfig
 from .kv_shift import KVShift
 from .norm import RMSNorm
@@ -149,13 +148,3 @@ class Block(nn.Module):
         y, dense = self.self_attn(self.input_layernorm(x), layout, used, cache, weights)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), dense
-
-
-def check_packing(encoding: Encoding, layout: Layout) -> None:
-    """Refuse packed documents where the encoding itself reads across their borders."""
-    parts = [module for module in encoding.modules() if isinstance(module, PaTH)]
-    if layout.documents is not None and any(part.conv is not None for part in parts):
-        raise ValueError(
-            "path reads its directions through a short convolution, which would cross the borders of packed "
-            "documents; use encoding_options={'conv': 0}, or one document a sequence"
-        )

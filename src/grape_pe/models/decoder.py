@@ -12,9 +12,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..cache import Layout, StreamingCache, arrange
+from ..cache import Layout, StreamingCache, arrange, check_packing
 from ..encodings import Encoding
-from .blocks import EMBEDDING_STD, Block, check_packing
+from .blocks import EMBEDDING_STD, Block
 from .config import DecoderConfig
 from .loss import cross_entropy
 from .norm import RMSNorm
