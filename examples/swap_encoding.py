@@ -2,6 +2,8 @@
 
 A random Llama stands in for a pretrained one, so that this runs offline; use
 `AutoModelForCausalLM.from_pretrained(…)` for yours.
+
+Needs Hugging Face: pip install 'grape-pe[hf]'
 """
 
 import tempfile

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +187,9 @@ class Encoding(FullPrecision, ABC):
             x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
         with without_autocast(q):
             return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)
+
+    if TYPE_CHECKING:  # nn.Module declares that a call returns Any
+        __call__ = forward
 
     def _check_heads(self, q: Tensor, k: Tensor) -> None:
         shape = self.shape
