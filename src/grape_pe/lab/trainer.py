@@ -170,7 +170,6 @@ class Trainer:
             self._validate(done)
         if done % (self.config.train.checkpoint_every or self.config.train.steps) == 0:
             self._save()
-        self.checkpoints.check()
         return stop
 
     def _due(self, done: int, every: int) -> bool:
@@ -184,9 +183,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         counts = [int((part.targets >= 0).sum()) for part in parts]
-        predicted, tokens, *asked = self.world.total(
-            sum(counts), sum(part.tokens.numel() for part in parts), *signals.counts()
+        predicted, tokens, written, *asked = self.world.total(
+            sum(counts), sum(p.tokens.numel() for p in parts), self.checkpoints.written, *signals.counts()
         )
+        self.checkpoints.check(written)
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number, part in enumerate(parts, start=1):
             with gradients_exchanged(self.model, number == len(parts)):
