@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..extras import require
+from .checkpoint import cause
 from .errors import LabError
 from .files import write_json, writing
 from .world import default_device
@@ -188,9 +189,7 @@ def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any,
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or checkpoint)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(
-            f"cannot load {checkpoint}: {error}"
-            + ("" if tokenizer else "\nIf it has no tokenizer, give one with --tokenizer")
-        ) from error
+    except Exception as error:  # of transformers, tokenizers and safetensors, each of its own kind
+        hint = "" if tokenizer else "; if it has no tokenizer, give one with --tokenizer"
+        raise EvaluationError(f"cannot load {checkpoint}: {cause(error)}{hint}") from error
     return model.eval().to(default_device()), words

@@ -37,7 +37,8 @@ class RunDirectory:
         Raises LabError if it holds something else, another configuration, other data, or a run under way.
         """
         try:
-            self._check(config, data, resume)
+            self.check(config, resume=resume)
+            self._check_data(data)
             self.path.mkdir(parents=True, exist_ok=True)
             self._claim()
             if not (self.path / CONFIG).exists():
@@ -51,7 +52,8 @@ class RunDirectory:
         if self.lock is not None:
             self.lock.close()
 
-    def _check(self, config: RunConfig, data: dict[str, Any], resume: bool) -> None:
+    def check(self, config: RunConfig, *, resume: bool) -> None:
+        """Refuse a directory with something else in it, or with a run that cannot go on so."""
         if self.path.exists() and not self.path.is_dir():
             raise LabError(f"--out must be a directory, but {self.path} is a file")
         entries = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
@@ -72,8 +74,12 @@ class RunDirectory:
                 f"{self.path} was begun with another configuration ({'; '.join(changed)}); "
                 "a run is continued as it was begun: give the same options, or another --out"
             )
-        before = _begun_with(self.path, "data")
         read_metrics(self.path)
+
+    def _check_data(self, data: dict[str, Any]) -> None:
+        if not (self.path / CONFIG).exists():
+            return
+        before = _begun_with(self.path, "data")
         if before != data:
             raise LabError(f"the data of {self.path} have changed since it was begun: {before} -> {data}")
 
