@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from grape_pe.cli import main
+from grape_pe.lab.arm_run import run_job
 from grape_pe.lab.compare import compare
 from grape_pe.lab.comparison import Arm, jobs, load_comparison
 from grape_pe.lab.config import flat, load
@@ -40,7 +43,7 @@ def corpus(tmp_path_factory):
     for number in range(40):
         words = [f"word{(number * 7 + i * i) % 23}" for i in range(120)]
         (text / f"{number:02d}.txt").write_text(" ".join(words))
-    prepare(open_source([str(text)]), folder / "data", tokenizer="bytes", workers=1)
+    prepare(open_source([str(text)]), folder / "data", tokenizer="bytes", workers=1, validation=0.05)
     return folder / "data"
 
 
@@ -99,12 +102,71 @@ def test_seeds_come_one_after_the_other():
         ({"name": "demo", "tasks": ["flipflop"]}, "flip-flop"),
         ({"name": "demo", "arms": []}, "arms"),
         ({"name": "demo", "overrides": {"train.stepz": 3}}, "train.steps"),
+        ({"name": "demo", "arms": ["rope", "fox", "rope"]}, "encodings must differ, but rope is there twice"),
+        ({"name": "demo", "tasks": ["copy", "copy"]}, "tasks must differ, but copy is there twice"),
+        ({"name": "demo", "overrides": {"probe.train.steps": 99}}, "no effect without a task"),
     ],
     ids=str,
 )
 def test_what_cannot_be_compared_is_said_at_once(arguments, said):
     with pytest.raises(LabError, match=said):
         load_comparison(**arguments)
+
+
+def test_settings_reach_what_is_trained():
+    """Where only probes are trained, settings are theirs; beside text they are named with probe. before."""
+    probes = load_comparison("flip-flop", overrides={"train.steps": 10000})
+    assert {job.config(probes).train.steps for job in jobs(probes)} == {10000}
+    both = {"train.steps": 700, "probe.train.steps": 300}
+    mixed = load_comparison("demo", tasks=["copy"], overrides=both)
+    assert {job.task: job.config(mixed).train.steps for job in jobs(mixed)} == {None: 700, "copy": 300}
+
+
+def test_settings_of_probes_on_the_command_line(tmp_path, monkeypatch, capsys):
+    told = []
+
+    def caught(comparison, *_args, **_more):
+        told.append(comparison)
+        raise LabError("enough")
+
+    monkeypatch.setattr("grape_pe.lab.compare.compare", caught)
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", "flip-flop", "--train.steps", "10000", *out]) == 2
+    assert main(["compare", "demo", "--tasks", "copy", "--probe.train.steps", "300", *out]) == 2
+    assert [each.probe.train.steps for each in told] == [10000, 300]
+    assert main(["compare", "demo", "--encodings", "rope,rope", *out]) == 2
+    assert "rope is there twice" in capsys.readouterr().err and len(told) == 2
+
+
+def test_a_second_comparison_in_one_directory_waits_its_turn(corpus, tmp_path, capsys):
+    with (
+        locked_directory(tmp_path / "out"),
+        pytest.raises(LabError, match="being written by another process"),
+    ):
+        compare(tiny(corpus, arms=["rope"]), tmp_path / "out", quiet=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def locked_directory(path: Path):
+    from grape_pe.lab.run_directory import locked
+
+    path.mkdir()
+    return locked(path)
+
+
+def test_the_evaluation_runs_where_the_model_trains(monkeypatch, tmp_path):
+    """The model goes to the device of the process; here one that computes nothing."""
+    model = Decoder(load("demo").model.decoder(64))
+    seen = []
+    monkeypatch.setattr("grape_pe.lab.arm_run.train", lambda *_args, **_more: SimpleNamespace(signal=0))
+    monkeypatch.setattr("grape_pe.lab.arm_run.load_model", lambda _: model)
+    monkeypatch.setattr("grape_pe.lab.arm_run.default_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("grape_pe.lab.arm_run._write", lambda *_: None)
+    kept = lambda _job, _comparison, model: seen.append(model.head.device.type) or {}  # noqa: E731
+    monkeypatch.setattr("grape_pe.lab.arm_run._task_scores", kept)
+    comparison = load_comparison("flip-flop")
+    assert run_job(next(iter(jobs(comparison))), comparison, tmp_path) == 0
+    assert seen == ["meta"]
 
 
 def test_other_settings_in_one_directory_are_refused(corpus, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from grape_pe.commands import report as command
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.report import read_results, report_page, results_json, table, write_report
+from grape_pe.lab.report.picture_figures import _word
 from grape_pe.lab.report.ranking import ranking
 from grape_pe.lab.report.results import Arm, LanguageRun, Recipe, Results
 from grape_pe.lab.report.statistics import paired_difference, student_probability, student_quantile, summarize
@@ -104,7 +107,7 @@ def test_runs_not_done_diverged_or_cut_short_are_told(finished):
     assert "1 of 3 diverged" in table(results) and "1 of 3 diverged" in report_page(results)
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", '"high"'])
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
 def test_a_loss_that_is_no_number_is_a_diverged_run(finished, value):
     path = finished / "runs/rope-s0/evaluation.json"
     path.write_text(re.sub(r'"val_loss": [\d.]+', f'"val_loss": {value}', path.read_text()))
@@ -113,15 +116,58 @@ def test_a_loss_that_is_no_number_is_a_diverged_run(finished, value):
     report_page(results)
 
 
-def test_damaged_files_become_notes(finished):
-    (finished / "runs/rope-s0/evaluation.json").write_text("{")
-    (finished / "runs/rope-s1/metrics.jsonl").write_text('oops\n{"kind": "train", "step": 1, "loss": 2}\n')
+@pytest.mark.parametrize(
+    "file, text, why",
+    [
+        ("runs/rope-s0/evaluation.json", "{", "it is not JSON"),
+        ("runs/rope-s0/evaluation.json", '{"label": "rope", "seed": 0, "val_loss": "high"}', "val_loss: "),
+        ("runs/rope-s1/metrics.jsonl", 'oops\n{"kind": "train", "step": 1, "loss": 2}\n', "it is not JSON"),
+        ("runs/rope-s1/metrics.jsonl", '{"kind": "train"}\n', "line 1 has no kind and step"),
+        ("runs/rope-s2/picture.json", '{"version": 1}', "cannot be drawn"),
+        ("results.jsonl", '{"seed": 0}\n', "label: Field required"),
+        ("compare.json", '{"arms": ["rope"]}', "arms.0: "),
+    ],
+)
+def test_a_damaged_file_is_named_and_nothing_is_ranked_without_it(finished, file, text, why):
+    (finished / file).write_text(text)
+    with pytest.raises(LabError) as refused:
+        read_results([finished])
+    said = str(refused.value)
+    assert said.startswith(str(finished / file)) and "is damaged: " in said and why in said and ";" in said
+
+
+def test_a_picture_of_another_version_is_left_out(finished):
     (finished / "runs/rope-s2/picture.json").write_text('{"version": 0}')
-    results = read_results([finished])
-    assert len(results.notes) == 3
-    assert all(note.split(":")[0].split(" ")[0].startswith(str(finished)) for note in results.notes)
-    assert results.arms[0].language[1].train_curve == {1.0: 2.0}
-    report_page(results)
+    (note,) = read_results([finished]).notes
+    assert "picture.json is no picture this version can show" in note
+
+
+def test_arms_with_other_encoding_options_are_not_merged(tmp_path):
+    here = write_synthetic(tmp_path / "here", FEW, pictures=False)
+    there = write_synthetic(tmp_path / "there", FEW, pictures=False)
+    said = json.loads((there / "compare.json").read_text())
+    said["recipe"]["model"]["encoding_options"] = {"period": 64}
+    (there / "compare.json").write_text(json.dumps(said))
+    found = read_results([here, there])
+    labels = [arm.label for arm in found.arms]
+    assert "rope [default options]" in labels and "rope [period=64]" in labels and len(labels) == 6
+    assert all(len(arm.language) == 3 for arm in found.arms) and not found.notes
+
+
+NASTY = """<!--<script>"a" & 'b'"""
+
+
+def test_labels_are_escaped_once(finished):
+    arm = read_results([finished]).arms[0]
+    results = Results((replace(arm, label=NASTY),), read_results([finished]).recipes, (), ())
+    page = report_page(results)
+    block = re.search(r'id="figures">(.*?)</script>', page, re.DOTALL).group(1)
+    assert "<" not in block  # nothing in it can open a comment or a script
+    drawn = json.loads(block)["ranking"]["views"][0]["data"][-1]
+    assert drawn["y"] == ["&lt;!--&lt;script&gt;\"a\" &amp; 'b'"]  # what plotly shows as NASTY
+    assert drawn["meta"]["arm"] == NASTY  # what the legend's buttons are matched with
+    assert escape(NASTY) in page and escape(escape(NASTY)) not in page
+    assert [_word(word) for word in ("<!--", '"quoted"')] == ["&lt;!--", '"quoted"']  # tick labels
 
 
 def test_nothing_done_yet_is_a_report_too(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -17,7 +16,8 @@ from pydantic import Field
 from .. import __version__
 from .config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
 from .errors import LabError
-from .run_directory import write_whole
+from .files import damaged, read_json, write_json
+from .run_directory import LOCK
 from .tasks import build_task
 from .tasks.base import FACTORS
 
@@ -25,6 +25,11 @@ COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
 )  # fmt: skip
 KV = "+kv"
+#: begins the name of a setting of the probes
+PROBE = "probe."
+#: what to do about a damaged evaluation, and about a damaged description of the comparison
+AGAIN = "remove it and run the same grape compare again: the run is evaluated anew"
+RESTORE = "restore it from a copy, or give another --out"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,10 @@ class Comparison(Section):
 
     def check(self) -> None:
         """Refuse an unknown encoding, task or setting before anything is trained."""
+        for kind, names in (("encodings", self.arms), ("tasks", self.tasks)):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise LabError(f"{kind} must differ, but {', '.join(twice)} is there twice; name each once")
         for label in self.arms:
             Arm(label).applied(self.recipe, 0).model.decoder(1)
         for task in self.tasks:
@@ -105,18 +114,29 @@ def load_comparison(
     tasks: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """A shipped comparison or a YAML file, with other arms, seeds or tasks, and settings over its recipe."""
+    """A shipped comparison or a YAML file, with other arms, seeds or tasks, and settings over its recipes.
+
+    Args:
+        overrides: settings of what is trained on text (without text, of the probes); those that begin with
+            `probe.` are settings of the probes.
+    """
     tree = read_shipped(name, "comparisons", "comparison")
+    given = dict(overrides or {})
+    of_probe = {key.removeprefix(PROBE): given.pop(key) for key in list(given) if key.startswith(PROBE)}
+    if tree.get("language", True) is False:
+        given, of_probe = {}, {**given, **of_probe}
     said = {
         **tree,
-        "recipe": load(tree.get("recipe", "small"), overrides).model_dump(),
-        "probe": load(tree.get("probe", "probe")).model_dump(),
+        "recipe": load(tree.get("recipe", "small"), given).model_dump(),
+        "probe": load(tree.get("probe", "probe"), of_probe).model_dump(),
     }
     for key, value in (("arms", arms), ("seeds", seeds), ("tasks", tasks)):
         if value is not None:
             said[key] = value
     comparison = checked(Comparison, said, list(Comparison.model_fields))
     comparison.check()
+    if of_probe and not comparison.tasks:
+        raise LabError(f"--{PROBE}{next(iter(of_probe))} has no effect without a task; name one with --tasks")
     return comparison
 
 
@@ -131,38 +151,61 @@ def jobs(comparison: Comparison) -> Iterator[Job]:
             yield from (Job(Arm(label), seed, task) for label in comparison.arms)
 
 
-def open_directory(root: Path, comparison: Comparison, threads: int) -> Comparison:
-    """Claim a directory for a comparison, or go on with the one there, which may gain arms, seeds or tasks.
+def make_directory(root: Path) -> None:
+    """Make a directory for a comparison; one with other files in it is refused."""
+    if root.exists() and not (root / COMPARISON).exists():
+        if not root.is_dir():
+            raise LabError(f"--out must be a directory, but {root} is a file")
+        if any(path.name != LOCK for path in root.iterdir()):
+            raise LabError(f"{root} holds other files and no comparison; give an empty or new directory")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise LabError(f"cannot write to {root}: {problem.strerror}; give another --out") from None
+
+
+def join_directory(root: Path, comparison: Comparison, threads: int) -> Comparison:
+    """Begin a comparison, or go on with the one there, which may gain arms, seeds or tasks.
 
     Returns the comparison with all that the directory holds.
     """
     path = root / COMPARISON
-    if not path.exists():
-        if root.is_dir() and any(root.iterdir()):
-            raise LabError(f"{root} holds other files and no comparison; give an empty or new directory")
-    else:
-        comparison = _joined(root, comparison, threads)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(_described(comparison, threads), indent=2) + "\n")
-    except OSError as problem:
-        raise LabError(f"cannot write to {root}: {problem.strerror}; give another --out") from None
+    if path.exists():
+        before = _read(path)
+        comparison = _joined(root, before, comparison, threads)
+        if comparison == before.comparison:
+            return comparison
+    write_json(path, _described(comparison, threads))
     return comparison
 
 
-def _joined(root: Path, new: Comparison, threads: int) -> Comparison:
-    said = json.loads((root / COMPARISON).read_text())
-    old = checked(Comparison, said["comparison"], list(Comparison.model_fields))
+@dataclass(frozen=True)
+class _Before:
+    comparison: Comparison
+    threads: int
+
+
+def _read(path: Path) -> _Before:
+    said = read_json(path, RESTORE)
+    try:
+        old = checked(Comparison, said["comparison"], list(Comparison.model_fields))
+        return _Before(old, int(said["threads"]))
+    except (KeyError, TypeError, LabError) as problem:
+        raise damaged(path, problem, RESTORE) from None
+
+
+def _joined(root: Path, before: _Before, new: Comparison, threads: int) -> Comparison:
+    old = before.comparison
     fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name"}
     changed = [name for name in sorted(fixed) if getattr(old, name) != getattr(new, name)]
-    if said["threads"] != threads:
-        changed.append(f"threads a run ({said['threads']} -> {threads}; see --jobs)")
+    if before.threads != threads:
+        changed.append(f"threads a run ({before.threads} -> {threads}; see --jobs)")
     if changed:
         raise LabError(
             f"{root} holds a comparison with another {', '.join(changed)}; results would not be comparable: "
             "give the same settings, or another --out"
         )
-    return new.model_copy(update={
+    return old.model_copy(update={
         "arms": [*old.arms, *(arm for arm in new.arms if arm not in old.arms)],
         "tasks": [*old.tasks, *(task for task in new.tasks if task not in old.tasks)],
         "seeds": max(old.seeds, new.seeds),

@@ -153,5 +153,5 @@ def _outside(data: list[Trace]) -> str:
     lines = _lines(data)
     if not lines:
         return ""
-    gone = [t["name"] for t in data if "name" in t and t["y"] and max(t["y"]) > _ceiling(lines)]
+    gone = [t["meta"]["arm"] for t in data if "name" in t and t["y"] and max(t["y"]) > _ceiling(lines)]
     return f" {', '.join(gone)} leave the frame; double-click shows all." if gone else ""

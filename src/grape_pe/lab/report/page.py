@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...extras import require
+from ..files import write_text, writing
 from .curves import loss_figures
 from .figure import Figure
 from .picture_figures import picture_figures
@@ -46,11 +46,10 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
 
 
 def write_page(text: str, out: Path) -> Path:
-    """The whole file or nothing, so that a kill leaves the old report."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.with_name(f".{out.name}.part")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, out)
+    """Write the page in one step, so that a kill leaves the old one."""
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, text)
     return out
 
 
@@ -269,7 +268,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 def page(title: str, sections: Sequence[Section], legend: str = "") -> str:
     """The whole document: styles, contents, sections, figures as data, plotly once, and the script."""
     payload = {figure.key: figure.payload() for section in sections for figure in section.figures}
-    data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     links = "".join(f'<a href="#{s.key}">{escape(s.title)}</a>' for s in sections)
     body = "".join(f'<section id="{s.key}">{s.body}</section>' for s in sections)
     plotly = require("plotly.offline", "lab").get_plotlyjs()
