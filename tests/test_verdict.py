@@ -407,7 +407,7 @@ def test_no_memory_says_nothing_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
     monkeypatch.setattr(check, "check", full)
-    found = check._safely(problem())
+    found = check.safely(problem())
     assert not found.ok and not found.conclusive and "2 GiB" in found.reason
 
 

@@ -24,13 +24,14 @@ class Verdict:
     """Result of one check.
 
     `errors` has for the output and each gradient the relative error against float64, that of the dense
-    computation in the same dtype, and what is allowed. `conclusive` is False when the check could not run
-    (no memory left, say): such a verdict is not stored.
+    computation in the same dtype, and what is allowed. `repeatable`: the same bits when repeated.
+    `conclusive` is False when the check could not run (no memory left, say): such a verdict is not stored.
     """
 
     ok: bool
     reason: str | None
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    repeatable: bool = True
     seconds: float = 0.0
     conclusive: bool = True
 

@@ -65,7 +65,6 @@ def why_not_trusted(q: Tensor, v: Tensor, bias_kind: str, mask_names: tuple[str,
     return _why_not(q.device, q.dtype, *heads, bias_kind, mask_names, passive)
 
 
-@torch.compiler.assume_constant_result
 def _why_not(
     device: torch.device,
     dtype: torch.dtype,
@@ -86,6 +85,10 @@ def _why_not(
         return _known[key]
     case = Case(_short(dtype), head_dim, value_dim, bias, tuple(sorted(masks)))
     return _decide(key, device, case, passive or _capturing(device))
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the package.
+_why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _decide(key: tuple[Any, ...], device: torch.device, case: Case, passive: bool) -> str | None:
