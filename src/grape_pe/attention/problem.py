@@ -225,7 +225,9 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(kernel: str, names: str, tensors: list[Tensor], numbers: list[float], wanted: str, *_: Any) -> list[Tensor]:
+def _(
+    kernel: str, names: str, tensors: list[Tensor], numbers: list[float], wanted: str, *_: Any
+) -> list[Tensor]:
     given = dict(zip(names.split(), tensors, strict=True))
     return [given[name].new_empty(given[name].shape) for name in wanted.split()]
 
