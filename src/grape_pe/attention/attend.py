@@ -76,7 +76,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpu": Implementation(attend_cpu, why_not_cpu),
     "decode": Implementation(attend_decode, why_not_decode, has_lse=False),
     "blocks": Implementation(attend_blocks, why_not_blocks),
-    "flex": Implementation(attend_flex, why_not_flex),
+    "flex": Implementation(attend_flex, why_not_flex, has_lse=False),
     "triton": Implementation(_triton, _why_not_triton),
 }
 
