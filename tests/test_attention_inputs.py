@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import grape_pe as grape
-from attention_cases import one_thread  # noqa: F401
+from attention_cases import BIASES, cast, inputs, one_thread  # noqa: F401
 from grape_pe.attention import attend
 from grape_pe.attention.cpu import build as native
 from grape_pe.bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
@@ -184,3 +184,32 @@ def test_a_cache_needs_no_home(tmp_path):
     env = {**os.environ, "GRAPE_PE_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == str(tmp_path), done.stderr
+
+
+SURROUNDED = [("cpu", "slope+path"), ("cpu", "a-qk"), ("blocks", "slope+path"), ("reference", "tile")]
+SURROUNDED += [("sdpa", "none"), ("decode", "a-qk")]
+
+
+@pytest.mark.parametrize("impl, kind", SURROUNDED)
+@pytest.mark.parametrize("default", (torch.float64, torch.bfloat16, torch.float16, "meta"), ids=str)
+def test_torchs_defaults_change_nothing(impl, kind, default):
+    """Every buffer takes dtype and device from its tensors: a float32 call is the same under any default."""
+    if impl == "cpu" and not native.available():
+        pytest.skip(str(native.why_not()))
+
+    def run(change: bool) -> list[Tensor]:
+        i = cast(inputs(150, 3 if impl == "decode" else None, batch=1), torch.float32, grad=impl != "decode")
+        bias = BIASES[kind](i)
+        try:
+            if change:
+                (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
+            y = attend(i["q"], i["k"], i["v"], bias=bias, impl=impl)
+            if impl != "decode":
+                y.square().sum().backward()
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        return [y.detach(), *(x.grad for x in i.values() if x.grad is not None)]
+
+    for want, got in zip(run(False), run(True), strict=True):
+        assert torch.equal(want, got)
