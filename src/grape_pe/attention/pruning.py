@@ -13,13 +13,16 @@ import contextvars
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .surroundings import readable
+
+if TYPE_CHECKING:
+    from .problem import AttentionProblem
 
 Prune = float | Literal["auto"] | None
 
@@ -91,6 +94,26 @@ def threshold(choice: float, keys: int, dtype: torch.dtype, reach: float) -> flo
     if choice != AUTO:
         return choice
     return math.log(max(keys, 1)) + math.log(1.0 + reach) - math.log(torch.finfo(dtype).eps / 2)
+
+
+def tau(p: AttentionProblem) -> Tensor:
+    """The threshold of a problem in nats: a 0-dim float32 tensor on its device, made without a host sync.
+
+    n (1 + reach) e^-tau is half the spacing of float32, in which every kernel computes, whatever q's dtype.
+    `reach` is the largest factor by which a gradient multiplies a dropped weight: the span of c, and for a
+    path the number of its edges; 0 when no gradient of the bias is wanted. docs/attention.md has the proof.
+    """
+    if p.prune != AUTO:
+        return p.q.new_full((), p.prune, dtype=torch.float32)
+    reach = p.q.new_zeros((), dtype=torch.float64)
+    if p.bias_learns and p.probe_q is not None:
+        reach = reach + p.k.shape[2]
+    if p.bias_learns and p.c_q is not None and p.c_k is not None:
+        (low_q, high_q), (low_k, high_k) = p.c_q.aminmax(), p.c_k.aminmax()
+        span = torch.maximum(high_q, high_k) - torch.minimum(low_q, low_k)
+        reach = reach + span.nan_to_num(0.0, 0.0, 0.0)  # a bound of a NaN is NaN, and prunes nothing
+    n = max(p.k.shape[2], 1)
+    return (reach.log1p() + math.log(n) - math.log(torch.finfo(torch.float32).eps / 2)).float()
 
 
 def worthwhile(choice: float, queries: int, tile: int) -> float:
