@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .instructions import ENVIRONMENT, STORED, Translator
+from .instructions import ENVIRONMENT, STORED, Translator, numpy_type
 from .memory import UNSIGNED, Array, Copy, Faults, GlobalMemory, SharedMemory
 from .parser import Instruction, parse
 from .warp import matrix_rows
@@ -29,6 +29,7 @@ class Program:
     stored: list[str]
     smallest_shared: int
     instructions: list[int]  # of each block
+    parameters: list[str]  # types
 
 
 def translate(ptx: str) -> Program:
@@ -47,7 +48,7 @@ def translate(ptx: str) -> Program:
         counts.append(len(block.instructions))
     environment = {**ENVIRONMENT, **t.constants}
     functions = [_compiled(source, environment, t.places) for source in sources]
-    return Program(kernel.name, functions, ends, t.stored, t.smallest_shared, counts)
+    return Program(kernel.name, functions, ends, t.stored, t.smallest_shared, counts, kernel.parameters)
 
 
 def _end(t: Translator, to: Instruction, labels: dict[str, int]) -> tuple[str, int, int | None, bool]:
@@ -74,7 +75,7 @@ class Gang:
     grid: tuple[int, int, int]
     memory: GlobalMemory
     shared: SharedMemory
-    parameters: list[Any]
+    parameters: list[Array]
     registers: list[Array] = field(default_factory=list)
     at: int = 0
 
@@ -95,7 +96,7 @@ class Gang:
         return np.full(self.size, value, kind)
 
     def parameter(self, place: int, kind: str) -> Array:
-        return self.full(np.array([self.parameters[place]]).astype(f"{kind[0]}8").astype(kind), kind)
+        return self.full(self.parameters[place].view(kind), kind)
 
     def split(self, chosen: Array) -> Gang:
         """The blocks for which `chosen` holds, with all their state."""
@@ -190,7 +191,8 @@ def run(
     size = (*grid, 1, 1)[:3]
     blocks = np.stack(np.meshgrid(*map(np.arange, size), indexing="ij"), -1).reshape(-1, 3)
     space = SharedMemory(len(blocks), shared, program.smallest_shared, report.faults)
-    gang = Gang(blocks, np.arange(len(blocks)), threads, size, memory, space, parameters)
+    values = [_bits(value, kind) for value, kind in zip(parameters, program.parameters, strict=True)]
+    gang = Gang(blocks, np.arange(len(blocks)), threads, size, memory, space, values)
     zeros = {kind: np.zeros(gang.size, kind) for kind in set(STORED.values())}
     gang.registers = [zeros[kind] for kind in program.stored]
     report.launches.append(program.name)
@@ -199,6 +201,14 @@ def run(
     with np.errstate(all="ignore"):
         while waiting:
             waiting += _run_gang(program, waiting.pop(), report)
+
+
+def _bits(value: Any, kind: str) -> Array:
+    """One parameter as the bits of its declared type."""
+    if kind == "f32":
+        return np.array([value], np.float32).view(np.uint32)
+    size = numpy_type(kind)[1]
+    return np.array([int(value) & ((1 << 8 * int(size)) - 1)], f"u{size}")
 
 
 def _run_gang(program: Program, gang: Gang, report: Report) -> Iterable[Gang]:
@@ -264,7 +274,8 @@ def launch(
         start = value.untyped_storage().data_ptr()
         return memory.bases[places[start]] + value.data_ptr() - start
 
-    parameters = [number(value) for value in arguments] + [0] * 4  # scratch memory, which these kernels do not use
+    parameters = [number(value) for value in arguments]
+    parameters += [0] * (len(_programs[key].parameters) - len(parameters))  # scratch memory: not used
     run(_programs[key], shared, 32 * warps, grid, parameters, memory, report)
     for pointer, data in storages.items():
         data[:] = memory.get(places[pointer])
