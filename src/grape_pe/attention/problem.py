@@ -5,12 +5,14 @@ op `grape::attention` has two kernels behind it, "cpu" (attention/cpu) and "trit
 their `launch` modules has three functions:
 
     allocate(problem) -> list[Tensor]
-        Empty tensors for what the backward needs besides out and lse. Sizes only: it also runs on fake tensors.
+        Empty tensors for what the backward needs besides out, lse, work. Only sizes are read: it also
+        runs on fake tensors.
     forward(problem) -> (out, lse, work, saved)
         out (B, H, Tq, Dv) in q's dtype; lse (B, H, Tq) float32, -inf for a row without a visible key;
         work (B, H, 2) int64, tiles computed and tiles visible; saved as `allocate` made them, filled.
-    backward(problem, wanted, d_out, d_lse, out, lse, saved) -> dict[str, Tensor]
-        Gradients of the fields named in `wanted`, in the shape and dtype of the field. d_lse may be None.
+    backward(problem, wanted, d_out, d_lse, results) -> dict[str, Tensor]
+        Gradients of the fields named in `wanted`, in the shape and dtype of the field. d_lse may be None;
+        results are [out, lse, work, *saved] of the forward.
 
 Letters: B batch, H query heads, Hkv key heads, Hp probe heads, T tokens, D features, R slope terms, P probe
 features.
@@ -218,9 +220,8 @@ def attention_backward(
 ) -> list[Tensor]:
     """Gradients of the fields named in `wanted`, in that order; `results` are those of the forward op."""
     problem = AttentionProblem.unpacked(names, tensors, numbers)
-    out, lse, _, *saved = results
     asked = wanted.split()
-    grads = _launch(kernel).backward(problem, asked, d_out, d_lse, out, lse, saved)
+    grads = _launch(kernel).backward(problem, asked, d_out, d_lse, results)
     return [grads[name] for name in asked]
 
 
