@@ -260,13 +260,14 @@ def _select(t: Translator, to: Instruction) -> None:
 
 
 def _convert(t: Translator, to: Instruction) -> None:
-    kinds = [p for p in to.opcode[1:] if re.fullmatch(r"[subf]\d+|b?f16(x2)?", p)]
-    target, origin = kinds[0], kinds[-1]
+    target, origin = (part for part in to.opcode[1:] if re.fullmatch(r"[subf]\d+|b?f16(x2)?|tf32", part))
     half = {"bf16": "bf16", "f16": "f16", "bf16x2": "bf16", "f16x2": "f16"}
     if target in half and origin == "f32":
         bits = [f"warp.{half[target]}_bits({t.source(operand, 'u4')})" for operand in to.operands[1:]]
         value = f"({bits[0]} << u4(16)) | {bits[1]}" if target.endswith("x2") else bits[0]
         t.assign(to, to.operands[0], value, "u4")
+    elif target == "tf32":
+        t.assign(to, to.operands[0], f"warp.tf32_bits({t.source(to.operands[1], 'u4')})", "u4")
     elif origin == "bf16":
         t.assign(to, to.operands[0], f"{t.source(to.operands[1], 'u2')}.astype(u4) << u4(16)", "u4")
     elif origin == "f16":

@@ -24,6 +24,12 @@ def f16_bits(x: Array) -> Array:
     return x.view(np.float32).astype(np.float16).view(np.uint16).astype(np.uint32)
 
 
+def tf32_bits(x: Array) -> Array:
+    """float32 bits rounded to the 10 bits of TF32, ties away from zero; NaN and infinity stay."""
+    special = (x & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+    return np.where(special, x, (x + np.uint32(0x1000)) & np.uint32(0xFFFFE000))
+
+
 def shuffle(mode: str, x: Array, b: Array, clamp: Array) -> Array:
     """shfl.sync over whole warps; `clamp` as in PTX: segment mask and largest lane."""
     n = x.size
