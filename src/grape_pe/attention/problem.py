@@ -177,6 +177,15 @@ def _expand_path(path: PathBias | None, batch: int) -> dict[str, Tensor]:
     }
 
 
+def as_two_floats(c: Tensor) -> tuple[Tensor, Tensor]:
+    """c as float32 and what that leaves out: their differences, taken apart, lose nothing of c_j - c_t.
+
+    An infinity is all in the first: infinity minus infinity would be NaN.
+    """
+    high = c.to(torch.float32)
+    return high, torch.where(high.isfinite(), c - high, 0.0).to(torch.float32)
+
+
 # --------------------------------------------------------------------------------------------- the op
 
 
