@@ -31,10 +31,10 @@ from .tile import (
     add_slopes,
     edges,
     key_range,
-    live_keys,
     load_rows,
     slope_offset,
     slope_rate,
+    sound_keys,
     store_rows,
     visible,
 )
@@ -63,7 +63,7 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def query_kernel(
-    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, PADDING, FIRST,
+    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, PADDING, POISON, FIRST,
     CARRY, RIGHT, TOTAL, DQ, D_RATE, D_C, D_PROBE, D_PATH_RATE,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h,
@@ -89,6 +89,7 @@ def query_kernel(
     V += b * stride_vb + hk * stride_vh
     DOCS += b * TK
     PADDING += b * TK
+    POISON += (b * HKV + hk) * TK
     RATE_Q += b * rq_b + h * rq_h
     RATE_K += b * rk_b + h * rk_h
     C_Q += b * cq_b + h * cq_h
@@ -137,7 +138,7 @@ def query_kernel(
         for done in range(0, hi - lo, BN):
             top = hi - done - 1
             j = top - n
-            live = live_keys(PADDING, j, TK, HAS_PADDING)
+            live = sound_keys(PADDING, POISON, j, TK, HAS_PADDING, phase == 0)[0]
             k = load_rows(K, top, -n, stride_kt, live, D, BLOCK_D, phase == 0)
             v = load_rows(V, top, -n, stride_vt, live, DV, BLOCK_DV, phase == 0)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
@@ -165,6 +166,8 @@ def query_kernel(
                 )
                 w = tl.where(seen, w, 0.0)
             ds = w * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            if phase == 0:  # 0 * NaN would spread a row that is not finite
+                ds = tl.where(seen, ds, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
             if NEED_RATE and HAS_RATE_Q:
                 more = ()
@@ -214,7 +217,7 @@ def _last_row(FIRST, end, key_end, TQ, SPAN: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def key_kernel(
     Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, DOC_ENDS, PADDING,
-    FIRST, CARRY, RIGHT, TOTAL, DK, D_V, D_RATE, D_C, D_PROBE,
+    POISON, FIRST, CARRY, RIGHT, TOTAL, DK, D_V, D_RATE, D_C, D_PROBE,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h,
     H, HKV, HP, TQ, TK, window, patches, heads_from, borders, scale,
@@ -236,7 +239,7 @@ def key_kernel(
     j = top - n
     DOCS += b * TK
     PADDING += b * TK
-    live = live_keys(PADDING, j, TK, HAS_PADDING)
+    live = sound_keys(PADDING, POISON + (b * HKV + hk) * TK, j, TK, HAS_PADDING, True)[0]
     k = load_rows(K + b * stride_kb + hk * stride_kh, top, -n, stride_kt, live, D, BLOCK_D, True)
     v = load_rows(V + b * stride_vb + hk * stride_vh, top, -n, stride_vt, live, DV, BLOCK_DV, True)
     Q += b * stride_qb + h * stride_qh
@@ -302,9 +305,10 @@ def key_kernel(
             i = row + m
             t = i + shift
             live_q = i < TQ
-            q = load_rows(Q, row, m, stride_qt, live_q, D, BLOCK_D, True)
-            d_out = load_rows(D_OUT, row, m, stride_ot, live_q, DV, BLOCK_DV, True)
             lse = tl.load(LSE + i, mask=live_q, other=float("-inf"))
+            # A row that is not finite has a logsumexp of NaN. It must not reach keys that it does not see.
+            q = load_rows(Q, row, m, stride_qt, live_q & (lse == lse), D, BLOCK_D, True)
+            d_out = load_rows(D_OUT, row, m, stride_ot, live_q, DV, BLOCK_DV, True)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + i, mask=live_q, other=0.0)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
@@ -336,6 +340,8 @@ def key_kernel(
                 w = tl.where(seen, w, 0.0)
             dv = tl.dot(w.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
             ds = w * (tl.dot(v, tl.trans(d_out), input_precision=PRECISION) - delta[None, :])
+            if phase == 0:
+                ds = tl.where(seen, ds, 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
             if NEED_RATE and HAS_RATE_K:
                 more = ()

@@ -18,9 +18,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-#: bytes of shared memory one block may have, by compute capability times ten
-SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-SHARED_LIMIT = {arch: 1024 * kib for arch, kib in SHARED_LIMIT.items()}
+from .api import DEVICES
+
 #: columns of tensor memory a block may have; a kernel that wants more compiles to a trap
 TENSOR_MEMORY_LIMIT = 512
 INTERPRETED = triton.knobs.runtime.interpret
@@ -123,7 +122,7 @@ class Usage:
 
     def why_not(self, arch: int) -> str | None:
         """Why the device cannot run it, or None. A spill is slow, not wrong."""
-        limit = SHARED_LIMIT.get(arch, min(SHARED_LIMIT.values()))
+        limit = 1024 * DEVICES[arch]
         if self.shared > limit:
             return f"it needs {self.shared} bytes of shared memory, sm_{arch} has {limit}"
         if self.tensor_memory > TENSOR_MEMORY_LIMIT:

@@ -70,6 +70,11 @@ def decode_kernel(
         j = top - n
         live = live_keys(PADDING, j, TK, HAS_PADDING)
         k = load_rows(K, top, -n, stride_kt, live, D, BLOCK_D, True)
+        v = load_rows(V, top, -n, stride_vt, live, DV, BLOCK_DV, True)
+        # What is not finite is taken out, and comes back as a logit of NaN where it is seen.
+        poison = tl.sum(k.to(tl.float32) * 0.0, 1) + tl.sum(v.to(tl.float32) * 0.0, 1)
+        k = tl.where((poison == 0.0)[:, None], k, 0.0)
+        v = tl.where((poison == 0.0)[:, None], v, 0.0)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
         for r in tl.static_range(R):
             # A head may have coordinates of its own: one row of the tile for each.
@@ -94,8 +99,7 @@ def decode_kernel(
             x += rate[:, None] * (tl.cumsum(edge, 1) + carry[:, None])
             carry += tl.sum(edge, 1)
         seen = visible(PADDING, DOCS, ours, t, j, TK, window, CAUSAL, WINDOW, HAS_DOCS, HAS_PADDING, 1)
-        x = tl.where(seen, x, float("-inf"))
-        v = load_rows(V, top, -n, stride_vt, live, DV, BLOCK_DV, True)
+        x = tl.where(seen, x + poison[None, :], float("-inf"))
         higher = tl.maximum(peak, tl.max(x, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         w = tl.exp2(x - anchor[:, None])
@@ -106,6 +110,7 @@ def decode_kernel(
         if EXACT:
             acc = tl.dot((w - coarse.to(tl.float32)).to(v.dtype), v, acc, input_precision=PRECISION)
         peak = higher
+    total += tl.sum(q.to(tl.float32) * 0.0, 1)
     row = ((b * H + h) * TQ + i) * parts + part
     dv = tl.arange(0, BLOCK_DV)
     tl.store(PARTS + row[:, None] * DV + dv[None, :], acc, mask=live_q[:, None] & (dv < DV)[None, :])

@@ -1,7 +1,7 @@
 """The forward kernel: one program owns BM queries of one head and walks its keys from the last to the first.
 
 In this order the sum of a path grows with every key, and all that is carried from tile to tile is each row's sum.
-Where the bias only falls with distance the walk can stop early, by a bound that `bounds_kernel` prepares.
+Where the bias only falls with distance the walk can stop early, by a bound that `keys_kernel` prepares.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -21,6 +21,8 @@ from .tile import (
     key_range,
     live_keys,
     load_rows,
+    poison_of,
+    sound_keys,
     store_rows,
     visible,
 )
@@ -31,15 +33,17 @@ LENGTHS += [f"{name}_{axis}" for name in ("rq", "rk", "cq", "ck") for axis in "b
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def bounds_kernel(
-    K, V, RATE_K, C_K, PADDING, BOUNDS, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+def keys_kernel(
+    K, V, RATE_K, C_K, PADDING, POISON, BOUNDS,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     rk_b, rk_h, ck_b, ck_h, H, HKV, TK, patches,
-    HAS_PADDING: tl.constexpr, R: tl.constexpr, HAS_RATE_K: tl.constexpr,
+    HAS_PADDING: tl.constexpr, PRUNE: tl.constexpr, R: tl.constexpr, HAS_RATE_K: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """BOUNDS[b, h, f, n] for PATCH keys: the largest |k|, and for each term the largest -c, c, -rate, rate.
+    """POISON[b, hk, j]: NaN where a key or its value is not finite, else 0. And, for pruning:
 
-    A key or value that is not finite gives infinity, which prunes nothing. Hidden keys do not count.
+    BOUNDS[b, h, f, n] of PATCH keys: the largest |k|, then for each term the largest -c, c, -rate and rate. What is
+    not finite gives infinity, which prunes nothing. Hidden keys do not count.
     """
     n = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -51,23 +55,28 @@ def bounds_kernel(
     live = live_keys(PADDING + b * TK, j, TK, HAS_PADDING)
     k = load_rows(K + b * stride_kb + hk * stride_kh, start, step, stride_kt, live, D, BLOCK_D, True)
     v = load_rows(V + b * stride_vb + hk * stride_vh, start, step, stride_vt, live, DV, BLOCK_DV, True)
-    square = tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
-    finite = square + 0.0 * tl.sum(v.to(tl.float32), 1)
-    norm = tl.where(finite == finite, tl.sqrt(square), float("inf"))
-    BOUNDS += bh * (1 + 4 * R) * patches + n
-    tl.store(BOUNDS, tl.max(norm, 0))
-    for r in tl.static_range(R):
-        c = tl.load(C_K + b * ck_b + h * ck_h + 2 * r * TK + j, mask=live, other=0.0)
-        c = tl.where(c == c, c, float("inf"))
-        rate = tl.zeros((PATCH,), tl.float32)
-        if HAS_RATE_K:
-            rate = tl.load(RATE_K + b * rk_b + h * rk_h + r * TK + j, mask=live, other=0.0)
-            rate = tl.where(rate == rate, rate, float("inf"))
-        none = float("-inf")
-        tl.store(BOUNDS + (4 * r + 1) * patches, tl.max(tl.where(live, -c, none), 0))
-        tl.store(BOUNDS + (4 * r + 2) * patches, tl.max(tl.where(live, c, none), 0))
-        tl.store(BOUNDS + (4 * r + 3) * patches, tl.max(tl.where(live, -rate, none), 0))
-        tl.store(BOUNDS + (4 * r + 4) * patches, tl.max(tl.where(live, rate, none), 0))
+    k = k.to(tl.float32)
+    poison = tl.sum(k * 0.0, 1) + tl.sum(v.to(tl.float32) * 0.0, 1)
+    tl.store(POISON + (b * HKV + hk) * TK + j, poison, mask=(j < TK) & (h % (H // HKV) == 0))
+    if PRUNE:
+        BOUNDS += bh * (1 + 4 * R) * patches + n
+        norm = tl.where(poison == 0.0, tl.sqrt(tl.sum(k * k, 1)), float("inf"))
+        tl.store(BOUNDS, tl.max(norm, 0))
+        for r in tl.static_range(R):
+            c = tl.load(C_K + b * ck_b + h * ck_h + 2 * r * TK + j, mask=live, other=0.0)
+            rate = tl.zeros((PATCH,), tl.float32)
+            if HAS_RATE_K:
+                rate = tl.load(RATE_K + b * rk_b + h * rk_h + r * TK + j, mask=live, other=0.0)
+            tl.store(BOUNDS + (4 * r + 1) * patches, _largest(-c, live))
+            tl.store(BOUNDS + (4 * r + 2) * patches, _largest(c, live))
+            tl.store(BOUNDS + (4 * r + 3) * patches, _largest(-rate, live))
+            tl.store(BOUNDS + (4 * r + 4) * patches, _largest(rate, live))
+
+
+@triton.jit
+def _largest(x, live):
+    """The largest number that is live, infinity if one is NaN."""
+    return tl.max(tl.where(live, tl.where(x == x, x, float("inf")), float("-inf")), 0)
 
 
 @triton.jit
@@ -104,7 +113,7 @@ def _bound(
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     Q, K, V, OUT, FINE, LSE, FIRST, WORK, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE,
-    DOCS, PADDING, BOUNDS, TAU,
+    DOCS, PADDING, POISON, BOUNDS, TAU,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, H, HKV, HP, TQ, TK, window, patches, scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_DOCS: tl.constexpr, HAS_PADDING: tl.constexpr,
@@ -132,6 +141,7 @@ def forward_kernel(
     V += b * stride_vb + hk * stride_vh
     DOCS += b * TK
     PADDING += b * TK
+    POISON += (b * HKV + hk) * TK
     RATE_Q += b * rq_b + h * rq_h
     RATE_K += b * rk_b + h * rk_h
     C_Q += b * cq_b + h * cq_h
@@ -158,6 +168,8 @@ def forward_kernel(
     peak = tl.full((BM,), float("-inf"), tl.float32)
     carry = tl.zeros((BM,), tl.float32)
     carry_low = tl.zeros((BM,), tl.float32)
+    # Tiles that need no mask are seen by all rows: what is not finite there spoils them all.
+    spoiled = tl.sum(q.to(tl.float32) * 0.0, 1) + poison_of(POISON, begin, whole)
     reach = carry
     if PRUNE:
         reach = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)) * tl.abs(scale)
@@ -175,7 +187,7 @@ def forward_kernel(
             for done in range(0, hi - stop, BN):
                 top = hi - done - 1
                 j = top - n
-                live = live_keys(PADDING, j, TK, HAS_PADDING)
+                live, poison = sound_keys(PADDING, POISON, j, TK, HAS_PADDING, phase == 0)
                 k = load_rows(K, top, -n, stride_kt, live, D, BLOCK_D, phase == 0)
                 x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
                 x = add_slopes(
@@ -193,7 +205,7 @@ def forward_kernel(
                     seen = visible(
                         PADDING, DOCS, ours, t, j, TK, window, CAUSAL, WINDOW, HAS_DOCS, HAS_PADDING, 1
                     )
-                    x = tl.where(seen, x, float("-inf"))
+                    x = tl.where(seen, x + poison[None, :], float("-inf"))
                 v = load_rows(V, top, -n, stride_vt, live, DV, BLOCK_DV, phase == 0)
                 higher = tl.maximum(peak, tl.max(x, 1))
                 # A row that has seen nothing has maximum -inf; any finite number then gives weights of zero.
@@ -220,6 +232,7 @@ def forward_kernel(
                     over = (best < peak * LN2 - tl.load(TAU)) | ~live_q
                     begin = tl.where(tl.min(over.to(tl.int32), 0) == 1, hi, begin)
                     lo = tl.maximum(lo, begin)
+    total += spoiled
     blind = total == 0.0
     tl.store(LSE + bh * TQ + i, tl.where(blind, float("-inf"), (peak + tl.log2(total)) * LN2), mask=live_q)
     out = acc / tl.where(blind, 1.0, total)[:, None]

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from .. import pruning
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, as_two_floats
 from . import backward as backward_kernels
 from . import compile as gpu
 from . import decode as decode_kernels
@@ -74,7 +74,7 @@ class Plan:
 def prunes(p: AttentionProblem) -> bool:
     """Whether the forward may stop a walk early; then the backward walks the same keys."""
     biased = p.c_q is not None or p.probe_q is not None
-    return p.prune != pruning.OFF and p.causal and biased and p.q.shape[2] >= PATCH
+    return biased and p.causal and p.q.shape[2] >= PATCH and pruning.worthwhile(p, PATCH)
 
 
 def exact(p: AttentionProblem) -> bool:
@@ -104,10 +104,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _in_two(c: Tensor) -> Tensor:
     """(R, B, H, T) float64 -> (B|1, H|1, R, 2, T): c as float32, and what that leaves out."""
-    c = _narrow(c, (1, 2)).permute(1, 2, 0, 3)
-    high = c.float()
-    low = torch.where(high.isfinite(), c - high, 0.0).float()
-    return torch.stack((high, low), 3)
+    return torch.stack(as_two_floats(_narrow(c, (1, 2)).permute(1, 2, 0, 3)), 3)
 
 
 def _strides(name: str, x: Tensor | None) -> dict[str, int]:
@@ -197,25 +194,37 @@ def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 
 def _forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
-    step, work = plan_forward(plan, out, lse, saved)
+    keys = plan_keys(plan, plan.prunes)
+    gpu.start(keys)
+    bounds = keys.arguments["BOUNDS"]
     if plan.prunes:
-        bounds = plan_bounds(plan, step.arguments["BOUNDS"])
-        gpu.start(bounds)
-        largest = step.arguments["BOUNDS"]
-        largest.copy_(largest.cummax(-1).values)
+        bounds.copy_(bounds.cummax(-1).values)
+    step, work = plan_forward(plan, out, lse, saved, keys.arguments["POISON"], bounds)
     gpu.start(step)
     return work.sum(2)
 
 
-def plan_forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> tuple[Launch, Tensor]:
+def plan_keys(plan: Plan, prune: bool) -> Launch:
+    """What is to be known of the keys beforehand: which are not finite, and bounds for pruning."""
+    p, s = plan.problem, plan.shared
+    batch, key_heads, keys = p.k.shape[:3]
+    poison = p.k.new_empty((batch, key_heads, keys), dtype=torch.float32)
+    heads = p.q.shape[1] if prune else key_heads
+    bounds = poison.new_empty((batch, heads, 1 + 4 * s["R"], s["patches"])) if prune else poison
+    more = {"POISON": poison, "BOUNDS": bounds, "PRUNE": prune, "H": heads}
+    more |= {} if prune else {"R": 0, "HAS_RATE_K": False}
+    tile = Tile(PATCH, PATCH, 4, 1)
+    return Launch(forward_kernels.keys_kernel, (s["patches"], batch * heads), {**s, **more}, tile)
+
+
+def plan_forward(
+    plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor], poison: Tensor, bounds: Tensor
+) -> tuple[Launch, Tensor]:
     """The forward launch, and its counts of tiles (B, H, blocks of rows, 2)."""
     p = plan.problem
     batch, heads, rows = p.q.shape[:3]
-    bounds, tau = out, out
-    if plan.prunes:
-        size = (batch, heads, 1 + 4 * plan.shared["R"], plan.shared["patches"])
-        bounds, tau = lse.new_empty(size), pruning.tau(p)
-    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "BOUNDS": bounds, "TAU": tau}
+    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "POISON": poison, "BOUNDS": bounds}
+    more["TAU"] = pruning.tau(p) if plan.prunes else lse
     work = lse.new_empty((batch, heads, triton.cdiv(rows, 64), 2), dtype=torch.int32)
 
     def grid(tile: Tile) -> tuple[int, int]:
@@ -224,11 +233,6 @@ def plan_forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> t
     step = plan.fitting(forward_kernels.forward_kernel, grid, FORWARD, {**more, "WORK": work})
     blocks = step.grid[0]
     return step, work.view(-1)[: batch * heads * blocks * 2].view(batch, heads, blocks, 2)
-
-
-def plan_bounds(plan: Plan, bounds: Tensor) -> Launch:
-    grid = (plan.shared["patches"], plan.problem.q.shape[0] * plan.problem.q.shape[1])
-    return Launch(forward_kernels.bounds_kernel, grid, {**plan.shared, "BOUNDS": bounds}, Tile(64, 64, 4, 1))
 
 
 # ------------------------------------------------------------------------------------- few queries
@@ -335,6 +339,9 @@ def plan_backward(
     tile = Tile(PATCH, PATCH, 4, 1)
     yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **ends, **flags}, tile)
 
+    keys_step = plan_keys(plan, False)
+    yield keys_step
+    shared |= {"POISON": keys_step.arguments["POISON"]}
     shared |= {"LSE": lse, "FIRST": first, "NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads}
     shared |= {name: lse for name in ("CARRY", "RIGHT", "TOTAL")} | {"heads_from": 0, "borders": 0}
     names = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]

@@ -93,6 +93,30 @@ def live_keys(PADDING, j, TK, HAS_PADDING: tl.constexpr):
 
 
 @triton.jit
+def sound_keys(PADDING, POISON, j, TK, HAS_PADDING: tl.constexpr, MASKED: tl.constexpr):
+    """Keys to load, and the poison of each. In a masked tile a key that is not finite is not loaded:
+
+    0 * NaN would spread it to rows that do not see it. Its poison makes the logits of those that do NaN.
+    """
+    live = live_keys(PADDING, j, TK, HAS_PADDING)
+    poison = tl.zeros_like(j).to(tl.float32)
+    if MASKED:
+        poison = tl.load(POISON + j, mask=live, other=0.0)
+        live = live & (poison == 0.0)
+    return live, poison
+
+
+@triton.jit
+def poison_of(POISON, begin, end):
+    """NaN if one of the keys [begin, end) is not finite, else 0."""
+    n = tl.arange(0, 256)
+    total = tl.zeros((256,), tl.float32)
+    for start in range(begin, end, 256):
+        total += tl.load(POISON + start + n, mask=start + n < end, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def slope_offset(C_Q, C_K, r, i, j, live_q, live_k, TQ, TK, KEYS: tl.constexpr):
     """c[j] - c[t] of term r. c is a pair of float32; both parts are differenced apart, so nothing is lost."""
     offset = key_side(tl.load(C_K + 2 * r * TK + j, mask=live_k, other=0.0), KEYS) - query_side(
