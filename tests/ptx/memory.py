@@ -92,7 +92,12 @@ class GlobalMemory:
             if ((others != NOBODY) & (others != me)).any():
                 self.faults.add("global memory written that another block touches", where)
         self.writer[grains] = np.broadcast_to(me, grains.shape)
-        self.views[item][(address // item)[:, None] + np.arange(items)] = data
+        if (self.writer[grains] != me).any():  # in one and the same instruction
+            self.faults.add("global memory written that another block touches", where)
+        places = (address // item)[:, None] + np.arange(items)
+        self.views[item][places] = data
+        if (self.views[item][places] != data).any():
+            self.faults.add("two threads write different numbers to one place at once", where)
 
 
 @dataclass
@@ -174,7 +179,10 @@ class SharedMemory:
         grains = self._grains(flat, width)
         self._note_write(grains, warp, where)
         self._wrote(grains, warp)
-        self.views[item][(flat // item)[:, None] + np.arange(data.shape[1])] = data
+        places = (flat // item)[:, None] + np.arange(data.shape[1])
+        self.views[item][places] = data
+        if (self.views[item][places] != data).any():
+            self.faults.add("two threads write different numbers to one place at once", where)
 
     def copy_async(self, copy: Copy) -> None:
         """Starts a copy: it lands at its wait, and nobody may touch the place before."""
