@@ -17,6 +17,7 @@ from .blocks import attend_blocks, why_not_blocks
 from .cpu.launch import attend_cpu, why_not_cpu
 from .decode import attend_decode, why_not_decode
 from .flex import attend_flex, why_not_flex
+from .gpu.api import attend_triton, why_not_triton
 from .masks import Masks, documents_from_lengths
 from .pruning import Prune, as_number
 from .reference import attend_reference
@@ -54,22 +55,6 @@ class Explanation:
         return f"{self.impl}: {self.why}{others}"
 
 
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
-) -> tuple[Tensor, Tensor]:
-    from .gpu.launch import attend_triton
-
-    return attend_triton(q, k, v, bias, masks, scale, prune)
-
-
-def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
-    try:
-        from .gpu.launch import why_not_triton
-    except ModuleNotFoundError:
-        return "its kernels are not installed"
-    return why_not_triton(q, k, v, bias, masks)
-
-
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(attend_reference, lambda *_: None, fused=False),
     "sdpa": Implementation(attend_sdpa, why_not_sdpa, has_lse=False),
@@ -77,7 +62,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "decode": Implementation(attend_decode, why_not_decode, has_lse=False),
     "blocks": Implementation(attend_blocks, why_not_blocks),
     "flex": Implementation(attend_flex, why_not_flex, has_lse=False),
-    "triton": Implementation(_triton, _why_not_triton),
+    "triton": Implementation(attend_triton, why_not_triton),
 }
 
 
