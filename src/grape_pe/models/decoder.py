@@ -173,7 +173,8 @@ class Decoder(nn.Module):
         if cache is None and positions is None and padding is None:
             return Layout() if documents is None else Layout.from_documents(documents)
         return arrange(
-            *tokens.shape,
+            tokens.shape[0],
+            tokens.shape[1],
             tokens.device,
             positions=positions,
             documents=documents,
