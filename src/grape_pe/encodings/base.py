@@ -77,14 +77,23 @@ class FullPrecision(nn.Module):
     """A module whose own parameters and buffers never fall below float32.
 
     A frequency rounded to bfloat16 is a different frequency: `.to(torch.bfloat16)` moves such
-    tensors but keeps their precision. Child modules (projections) are cast as usual.
+    tensors but keeps their precision, and they are float32 also where torch's default dtype is shorter.
+    Child modules (projections) are cast as usual.
     """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and _too_short(param):
+            param = nn.Parameter(param.detach().float(), param.requires_grad)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        short = tensor is not None and _too_short(tensor)
+        super().register_buffer(name, tensor.float() if tensor is not None and short else tensor, persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullPrecision:
         def keep(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            too_short = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if too_short else moved
+            return tensor.to(moved.device) if _too_short(moved) else moved
 
         if recurse:
             for child in self.children():
@@ -95,6 +104,10 @@ class FullPrecision(nn.Module):
 def own_parameter(*size: int) -> nn.Parameter:
     """An empty parameter in float32, whatever torch's default dtype: see `FullPrecision`."""
     return nn.Parameter(torch.empty(size, dtype=torch.float32))
+
+
+def _too_short(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
 class Encoding(FullPrecision, ABC):

@@ -3,13 +3,11 @@
 Annotations are evaluated here: transformers reads the configuration's class from one of them.
 """
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,33 +15,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ..cache import Layout, arrange, check_packing
 from ..encodings import Encoding
-from ..encodings.base import FullPrecision
 from ..models.blocks import EMBEDDING_STD, Block
 from ..models.kv_shift import KVShift
 from ..models.loss import cross_entropy
 from ..models.norm import RMSNorm
-from ..models.remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
 from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
 from .config import GrapeConfig
+from .pretrained import GrapePretrained, full_precision_names, reset_missing
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
     """The decoder's block, with Hugging Face's gradient checkpointing."""
 
 
-class GrapePreTrainedModel(PreTrainedModel):
+class GrapePreTrainedModel(GrapePretrained):
     config: GrapeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["GrapeDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
-    _supports_attention_backend = False  # backends that bring their own attention would lose the bias
-    _can_compile_fullgraph = False
-
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Not as custom code, of which modules without parameters of their own are passed over."""
-        super()._initialize_weights(module, False)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -57,64 +48,6 @@ class GrapePreTrainedModel(PreTrainedModel):
         elif isinstance(module, (Block, Encoding, KVShift)):
             reset_missing(module)
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but from safetensors only, and never with tensors missing."""
-        if kwargs.pop("use_safetensors", True) is False or kwargs.pop("weights_only", True) is False:
-            raise ValueError("grape models are loaded from safetensors only: pickles can run code")
-        if "config" not in kwargs and args:
-            said, _ = GrapeConfig.get_config_dict(*args[:1], **kwargs)
-            if said["model_type"] != GrapeConfig.model_type:
-                raise ValueError(
-                    f"{args[0]} holds a {said['model_type']} model, not a grape one; load it with "
-                    "AutoModelForCausalLM and move it in with grape_pe.hf.adapt"
-                )
-        both = kwargs.pop("output_loading_info", False)
-        loaded: Any = super().from_pretrained(
-            *args, use_safetensors=True, weights_only=True, output_loading_info=True, **kwargs
-        )
-        model, info = loaded
-        lost = sorted(info["missing_keys"])
-        if lost:
-            raise ValueError(
-                f"this is not a checkpoint of a grape {model.config.encoding} model: "
-                f"it lacks {len(lost)} tensors, first {lost[0]!r}; "
-                "check the directory, and `encoding` in its config.json"
-            )
-        return (model, info) if both else model
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with a small file that lets the Hub load the model through this package."""
-        self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        Path(save_directory, REMOTE_FILE).write_text(REMOTE_CODE)
-
-
-def reset_missing(module: Block | Encoding | KVShift) -> None:
-    """`reset_parameters`, keeping what a checkpoint has already filled."""
-    tensors = [*module.parameters(), *module.buffers()]
-    loaded = [t for t in tensors if getattr(t, "_is_hf_initialized", False)]  # set by transformers
-    if len(loaded) == len(tensors):
-        return
-    kept = [t.detach().clone() for t in loaded]
-    module.reset_parameters()
-    for tensor, value in zip(loaded, kept, strict=True):
-        tensor.copy_(value)
-
-
-def keep_islands(model: nn.Module) -> list[str]:
-    """Bring frequencies, slopes and the like to float32; returns their names, which stay so when loading."""
-    names = []
-    for prefix, module in model.named_modules():
-        if not isinstance(module, FullPrecision):
-            continue
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        for name, tensor in own.items():
-            names.append(f"{prefix}.{name}")
-            if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-                tensor.data = tensor.data.float()
-    return names
-
 
 class GrapeModel(GrapePreTrainedModel):
     """Embedding, blocks, last norm."""
@@ -127,13 +60,11 @@ class GrapeModel(GrapePreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.encoding = decoder.build_encoding() if decoder.shared_encoding else None
         self.gradient_checkpointing = False
-        self._keep_in_fp32_modules_strict = keep_islands(self)
+        self._keep_in_fp32_modules_strict = full_precision_names(self)
         self.post_init()
 
     def encoding_of(self, layer: int) -> Encoding:
-        found = self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore[union-attr]
-        assert isinstance(found, Encoding)
-        return found
+        return self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore
 
     def forward(
         self,
@@ -230,7 +161,6 @@ class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
         self.model = GrapeModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._keep_in_fp32_modules_strict = keep_islands(self)
         self.post_init()
 
     def forward(

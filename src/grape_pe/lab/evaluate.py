@@ -175,15 +175,11 @@ def _float(value: Any) -> float | None:
 
 
 def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any, Any]:
-    """Model and tokenizer from a directory or Hub name; adapted models are recognised by their files."""
+    """Model and tokenizer from a directory or Hub name; importing grape_pe.hf makes our models known."""
     transformers = require("transformers", "hf")
     require("grape_pe.hf", "hf")
-    files = require("grape_pe.hf.adapter_files", "hf")
     try:
-        if Path(checkpoint, files.CONFIG_FILE).is_file():
-            model = files.load_adapted(checkpoint)
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or checkpoint)
     except (OSError, ValueError) as error:
         raise EvaluationError(

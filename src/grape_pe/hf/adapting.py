@@ -1,0 +1,98 @@
+"""Give a pretrained Llama or Qwen model another encoding; its logits stay as they are until it is trained.
+
+adapt(model, "rope+grape-ap")         # then train; only the new parameters by default
+model.save_pretrained("adapted")      # AutoModelForCausalLM.from_pretrained("adapted") loads it
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .adapted import FAMILIES, AdaptedConfig, AdaptedForCausalLM, build_encodings, change_class, install
+
+
+def adapt(
+    model: PreTrainedModel,
+    encoding: str,
+    *,
+    shared: bool = False,
+    train: Literal["new", "all"] = "new",
+    **options: Any,
+) -> PreTrainedModel:
+    """Replace the encoding of a pretrained model, in place; its logits stay as they were until it is trained.
+
+    A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `Faded`). The model
+    becomes a `GrapeLlamaForCausalLM` (or Qwen2, Qwen3) with a configuration of its own, which
+    `save_pretrained` and `from_pretrained` keep.
+
+    Args:
+        model: a Llama, Qwen2 or Qwen3 model for causal language modelling.
+        encoding: the new encoding: "grape-m", "rope+fox", "grape-m+grape-ap", …
+        shared: one encoding for the whole model instead of one for each layer.
+        train: "new" freezes all other parameters, "all" leaves them as they are.
+        options: of the encoding, as for `grape.build`.
+    """
+    family = _family(model)
+    if train not in ("new", "all"):
+        raise ValueError(f'train must be "new" or "all", got {train!r}')
+    config = family.config_class.from_stock(model.config, encoding, options, shared)  # type: ignore[union-attr]
+    encodings = build_encodings(model.model, config)
+    for i, built in enumerate(encodings):
+        weight: Any = model.model.layers[i].self_attn.q_proj.weight
+        built.to(weight.device, model.dtype)
+    if train == "new":
+        model.requires_grad_(False)
+    _replace_config(model, config)
+    change_class(model, family)
+    change_class(model.model, family.base)
+    install(model.model, encodings)
+    return model
+
+
+def _family(model: PreTrainedModel) -> type[AdaptedForCausalLM]:
+    if isinstance(model, AdaptedForCausalLM):
+        raise ValueError(f"this model already has {model.config.encoding!r}; load the original again")
+    if type(model) not in FAMILIES:
+        known = ", ".join(cls.__name__ for cls in FAMILIES)
+        raise TypeError(f"adapt knows {known}; got {type(model).__name__}. Wrap with PEFT after adapting")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "some parameters are on the meta device (offloaded or not loaded); load the model first"
+        )
+    return FAMILIES[type(model)]
+
+
+def _replace_config(model: PreTrainedModel, config: AdaptedConfig) -> None:
+    """The new configuration in every module that has the old one, which other models may share.
+
+    The name is dropped: under it PEFT and others would load the model without its encoding.
+    """
+    old = model.config
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = config  # type: ignore[assignment]
+    config._attn_implementation = model._check_and_adjust_attn_implementation("grape")
+    model.name_or_path = ""
+
+
+def adapted_config(model: PreTrainedModel) -> AdaptedConfig:
+    """The configuration of an adapted model; an error if it is not one."""
+    if not isinstance(model, AdaptedForCausalLM):
+        raise ValueError(f"this {type(model).__name__} has not been adapted; call adapt(model, …) first")
+    return model.config  # type: ignore[no-any-return]
+
+
+def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters `adapt` added, by name."""
+    added = set(new_state(model))
+    return {name: p for name, p in model.named_parameters() if name in added}
+
+
+def new_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Everything `adapt` added: parameters and buffers, by name."""
+    layers = range(adapted_config(model).num_hidden_layers)
+    prefixes = ("model.encoding.", *(f"model.layers.{i}.self_attn.encoding." for i in layers))
+    return {name: t for name, t in model.state_dict().items() if name.startswith(prefixes)}
