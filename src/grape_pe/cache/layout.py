@@ -93,7 +93,7 @@ def arrange(
     increase; with `falls=False` that is an error. Values are read (a host sync) only if `positions`,
     `documents` or `padding` are given.
     """
-    rows = [0] * batch if tail is None else tail.next
+    rows: list[float] = [0] * batch if tail is None else tail.next
     where = _checked(positions, "positions", batch, count, coords, device)
     ids = _checked(documents, "documents", batch, count, 1, device)
     if coords > 1 and (where is None or ids is not None):
@@ -132,8 +132,8 @@ def arrange(
             f"positions must go on from {rows} and increase, got {where.tolist()}; to go back, crop the "
             "cache first, and for packed sequences give documents="
         )
-    after, places = _ends(where, counts, rows)
-    return Layout(where, ids, None if ids is None else starts, next=after, places=places, **packing)
+    ends, places = _ends(where, counts, rows)
+    return Layout(where, ids, None if ids is None else starts, next=ends, places=places, **packing)
 
 
 def _packing(padding: Tensor, batch: int, count: int) -> dict[str, Any]:

@@ -204,8 +204,8 @@ class StreamingCache:
             )
         if self.sinks and counts is not None and min(self.sequences.lengths or counts) <= self.sinks:
             raise ValueError(
-                f"padding needs more than sinks={self.sinks} tokens of every sequence, because the first ones "
-                "are kept in the same place: prefill them without padding"
+                f"padding needs more than sinks={self.sinks} tokens of every sequence, because the first "
+                "ones are kept in the same place: prefill them without padding"
             )
 
     def _write(

@@ -137,12 +137,24 @@ class Decoder(nn.Module):
             padding: (B, T) bool, True where there is no token, anywhere in a sequence.
             cache: from `cache()`; the tokens then continue those before.
         """
-        layout = self._layout(tokens, documents, positions, padding, cache)
-        checkpointing = self.gradient_checkpointing and self.training and cache is None
-        hidden = self.model(tokens, layout, cache, checkpointing)
+        hidden = self.hidden(tokens, documents=documents, positions=positions, padding=padding, cache=cache)
         if targets is not None:
             return cross_entropy(hidden, self.head, targets, count)
         return hidden @ self.head.T
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
+        layout = self._layout(tokens, documents, positions, padding, cache)
+        checkpointing = self.gradient_checkpointing and self.training and cache is None
+        return self.model(tokens, layout, cache, checkpointing)  # type: ignore[no-any-return]
 
     def cache(
         self,
@@ -172,12 +184,12 @@ class Decoder(nn.Module):
     ) -> Layout:
         if cache is None and positions is None and padding is None:
             return Layout() if documents is None else Layout.from_documents(documents)
+        given = {"positions": positions, "documents": documents, "padding": padding}
         return arrange(
-            *tokens.shape,
+            tokens.shape[0],
+            tokens.shape[1],
             tokens.device,
-            positions=positions,
-            documents=documents,
-            padding=padding,
             tail=None if cache is None else cache.layers[0].tail(),
             coords=self.model.encoding_of(0).coords,
+            **given,
         )

@@ -111,17 +111,19 @@ def _feed(world: World, rng: random.Random) -> None:
     slots = rng.choice((0, 1, 1, 2, 3, 5, 9))
     padding = torch.zeros(batch, slots, dtype=torch.bool)
     kind = rng.choice(("none", "none", "left", "right", "anywhere", "anywhere"))
+    if world.cache.sinks and min(map(len, world.sequences)) <= world.cache.sinks and rng.random() < 0.8:
+        kind = "none"  # padding is refused before the sinks are there
     for row in padding if kind != "none" else []:
         count = rng.randint(0, slots)
-        where = {"left": range(count), "right": range(slots - count, slots)}.get(kind)
-        row[list(rng.sample(range(slots), count) if where is None else where)] = True
+        known = {"left": range(count), "right": range(slots - count, slots)}
+        row[list(known.get(kind, rng.sample(range(slots), count)))] = True
     new = [[_draw_token(world) for _ in range(slots)] for _ in range(batch)]
     where = _place(world, rng, new, padding)
     stacked = {name: _stack(world, [[getattr(t, name) for t in row] for row in new], name) for name in FIELDS}
     x = stacked.pop("x")
     given = {"padding": padding} if kind != "none" else {}
     silent = rng.random() < 0.1
-    call = world.cache.append if silent else world.cache.attend
+    call: Callable[..., Any] = world.cache.append if silent else world.cache.attend
     world.log.append(f"feed {kind} {(~padding).long().tolist()} {where}")
     try:
         got = call(**stacked, x=x, **given, **where)
