@@ -13,10 +13,6 @@ from .train import add_settings
 
 PROBE = "probe."
 EXAMPLE = "grape compare small --encodings rope,fox,grape-ap,grape-ap+kv --seeds 3 --out results/mine"
-LOOK = """What to look at:
-  the table      lower loss is better; a gap smaller than the spread of the seeds says nothing
-  16x            the loss at sixteen times the training length: does the encoding hold beyond it?
-  the report     curves, heatmaps and each encoding's picture: {report}"""
 
 
 def add_parsers(commands: Commands) -> None:
@@ -45,6 +41,7 @@ def run_compare(options: argparse.Namespace) -> int:
     from ..lab.compare import compare
     from ..lab.comparison import load_comparison
     from ..lab.report import read_results, results_json, table
+    from ..lab.report.verdict import verdict
 
     if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
         raise CommandError("--jobs and --seeds count things: give 1 or more")
@@ -62,7 +59,12 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
-        print(f"{table(results)}\n\n{LOOK.format(report=report)}")
+        said = verdict(results)
+        print(f"{table(results)}\n\n{said.headline}")
+        print("".join(f"  {sentence}\n" for sentence in said.details), end="")
+        for note in results.notes:
+            print(f"Note: {note}")
+        print(f"Report: {report}")
     return OK
 
 

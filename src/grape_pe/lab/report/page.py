@@ -33,10 +33,10 @@ SVG_DASHES = {
 Looks = Mapping[str, Style]
 NOTHING = '<td data-value="">–</td>'
 TABLE_CAPTION = (
-    "Mean ± standard deviation over seeds; below it the 95% confidence interval of the mean (Student's t). "
-    "“Behind the best” pairs runs of the same seed: an interval that stays above zero is a difference beyond "
-    "the spread, for that one comparison. Tasks: share solved exactly, averaged over lengths, then over "
-    "tasks. Click a heading to sort."
+    "Mean ± standard deviation over seeds. “Behind the best” compares runs of the same seed; below it the "
+    "95% interval, simultaneous over all pairs: where it stays above zero, the difference is beyond "
+    "chance. Other intervals are Student's, of the mean. Tasks: share solved exactly, averaged over "
+    "lengths, then over tasks. Click a heading to sort."
 )
 
 
@@ -146,7 +146,7 @@ def _table_cells(row: Row, stretch: str, best: bool) -> dict[str, str]:
     status = f"<small>{escape(row.status)}</small>" if row.status else ""
     leads = best and row.val_loss is not None
     return {
-        "Validation loss": _cell(row.val_loss, 4),
+        "Validation loss": _cell(row.val_loss, 4, interval=False),
         "Behind the best": '<td data-value="0">best</td>' if leads else _cell(row.behind, 4, sign=True),
         f"Loss at {stretch}": _cell(row.long_loss, 3),
         "Tasks": _cell(row.tasks, 1, scale=100, unit="%"),

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from .figure import Figure, Trace, View, axis, heatmap, one_view, plot_text, short
-from .ranking import Row, ranking
+from .ranking import Row, loss_blocks, ranking
 from .results import Arm, LanguageRun, Results, TaskScore
+from .statistics import Blocks
 from .style import Style
 
 Looks = Mapping[str, Style]
@@ -18,14 +19,16 @@ ROW_HEIGHT = 26
 
 
 def ranking_figure(results: Results, looks: Looks) -> Figure:
-    """Validation losses as points: each seed, the mean, and its interval."""
+    """Validation losses as points: each seed, the mean, and a bar for what is beyond chance."""
+    found = loss_blocks(results)
     rows = [row for row in ranking(results) if row.val_loss is not None][::-1]
-    data = [trace for row in rows for trace in _ranked(row, looks[row.label])]
-    several = any(row.val_loss and row.val_loss.count > 1 for row in rows)
+    data = [trace for row in rows for trace in _ranked(row, looks[row.label], found)]
+    margin = found.margin
     bars = (
-        " The bar is the 95% interval of the mean; where bars overlap widely, the order may be luck."
-        if several
-        else " One seed each, so there is no interval: the order may be luck."
+        " One seed each, so there is no interval: the order may be chance."
+        if margin is None
+        else " Two encodings differ beyond chance exactly where their bars do not overlap: a bar is half the "
+        "smallest such difference. Seeds vary more than that, since what a seed does to all is taken out."
     )
     return Figure(
         "ranking",
@@ -54,7 +57,7 @@ def _span(rows: Sequence[Row]) -> dict[str, list[float]]:
     return {"range": [low - margin, high + margin]}
 
 
-def _ranked(row: Row, style: Style) -> list[Trace]:
+def _ranked(row: Row, style: Style, found: Blocks) -> list[Trace]:
     summary = row.val_loss
     assert summary is not None
     seeds = list(row.losses.values())
@@ -69,12 +72,13 @@ def _ranked(row: Row, style: Style) -> list[Trace]:
         "marker": {**look, "size": 11},
         "hovertemplate": "%{x:.4f}<extra>%{y}: mean</extra>",
     }
-    if summary.low is None or summary.high is None:
+    if summary.count == 1:
         return [mean]
-    mean["error_x"] = {
-        "type": "data", "symmetric": True, "array": [short(summary.high - summary.mean)],
-        "color": style.color, "thickness": 1.5, "width": 4,
-    }  # fmt: skip
+    if found.margin is not None and row.label in found.means:
+        mean["error_x"] = {
+            "type": "data", "symmetric": True, "array": [short(found.margin / 2)],
+            "color": style.color, "thickness": 1.5, "width": 4,
+        }  # fmt: skip
     each: Trace = {
         "type": "scatter",
         "mode": "markers",
