@@ -16,7 +16,7 @@ import torch
 
 from grape_pe.attention.gpu import check, child, verdict
 from grape_pe.attention.gpu.child import Verdict
-from grape_pe.attention.gpu.device import Device, release, why_refused
+from grape_pe.attention.gpu.device import Device, release
 
 GPU = Device("Fake GPU", (9, 0), "555.42")
 GOOD = Verdict(True, None, {"out": {"error": 1e-7, "dense": 1e-7, "allowed": 1e-5}})
@@ -312,23 +312,6 @@ def test_graph_capture_runs_no_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert runs(tmp_path) == []
     verdict.store(GPU, CASE, GOOD)
     assert ask() is None
-
-
-# What is refused without a check
-
-
-def test_rocm_and_old_triton_on_hopper_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from grape_pe.attention.gpu import device
-
-    assert why_refused(GPU) is None
-    monkeypatch.setattr(device, "triton_version", lambda: "3.7.0")
-    assert "wrong gradients on Hopper" in (why_refused(GPU) or "")
-    assert "wrong gradients on Hopper" in (ask() or "") and runs(tmp_path) == []
-    assert why_refused(replace(GPU, capability=(8, 0))) is None
-    monkeypatch.setattr(device, "triton_version", lambda: "3.7.1+git12")
-    assert why_refused(GPU) is None
-    monkeypatch.setattr(torch.version, "hip", "6.2")
-    assert "ROCm" in (why_refused(GPU) or "")
 
 
 def test_release():

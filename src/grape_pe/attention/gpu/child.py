@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 #: seconds the child may take: most of them are spent by Triton's compiler
 LIMIT = 300.0
 #: sent by somebody else, so they say nothing of the kernels
-FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """End the whole group; a process stuck in the driver may not die, and is not waited for any longer."""
     if child.poll() is None:
         try:
-            os.killpg(child.pid, signal.SIGKILL)
+            if os.name == "posix":
+                os.killpg(child.pid, signal.SIGKILL)
+            child.kill()
             child.wait(5)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             return
@@ -96,11 +98,12 @@ def _environment() -> dict[str, str]:
 
 
 def _read(code: int | None, out: bytes, err: bytes, seconds: float) -> Verdict:
-    if code is None or code == -signal.SIGALRM:
+    name = _signal_name(-code) if code is not None and code < 0 else None
+    if code is None or name == "SIGALRM":  # the child's own clock, see check.main
         return Verdict(False, f"it did not end within {LIMIT:g} seconds", seconds=seconds)
-    if code < 0:
-        crash = f"it ended with {_signal_name(-code)}"
-        return Verdict(False, crash, seconds=seconds, conclusive=-code not in FROM_OUTSIDE)
+    if name is not None:
+        conclusive = name not in FROM_OUTSIDE
+        return Verdict(False, f"it ended with {name}", seconds=seconds, conclusive=conclusive)
     try:
         lines = out.decode(errors="replace").strip().splitlines()
         return replace(verdict_from(json.loads(lines[-1])), seconds=seconds)

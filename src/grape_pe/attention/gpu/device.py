@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 
-#: Triton before this version gives wrong gradients on Hopper in some kernels
-HOPPER_TRITON = (3, 7, 1)
-
 
 @dataclass(frozen=True)
 class Device:
@@ -48,16 +45,6 @@ def triton_version() -> str | None:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return None
-
-
-def why_refused(device: Device) -> str | None:
-    """What is known to be wrong without a check."""
-    if torch.version.hip:
-        return "the kernels have not been tried on ROCm; GRAPE_TRITON=on uses them all the same"
-    version = triton_version()
-    if version is not None and device.capability[0] == 9 and release(version) < HOPPER_TRITON:
-        return f"triton {version} gives wrong gradients on Hopper; install triton 3.7.1 or later"
     return None
 
 

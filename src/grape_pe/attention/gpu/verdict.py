@@ -29,7 +29,7 @@ from torch import Tensor
 from ..cpu.build import cache_directory
 from . import child
 from .child import Verdict, verdict_from
-from .device import Device, describe, triton_version, why_refused
+from .device import Device, describe, triton_version
 
 MODES = ("check", "on", "off")
 
@@ -93,15 +93,12 @@ _why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _decide(key: tuple[Any, ...], device: torch.device, case: Case, passive: bool) -> str | None:
     found = describe(device)
-    reason = why_refused(found)
-    if reason is None:
-        verdict = stored(found, case)
-        if verdict is None and passive:
-            return _unchecked(case)
-        verdict = verdict or check(device, case)
-        reason = None if verdict.ok else _failed(found, case, verdict)
-    _known[key] = reason
-    return reason
+    verdict = stored(found, case)
+    if verdict is None and passive:
+        return _unchecked(case)
+    verdict = verdict or check(device, case)
+    _known[key] = None if verdict.ok else _failed(found, case, verdict)
+    return _known[key]
 
 
 def mode() -> str:

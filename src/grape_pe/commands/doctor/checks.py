@@ -18,7 +18,6 @@ from ...attention import attend
 from ...attention.gpu import check, child, verdict
 from ...attention.gpu.check import OURS, Problem, bias_of, inputs, why_not
 from ...attention.gpu.child import Verdict
-from ...attention.gpu.device import describe, why_refused
 from .machine import scrub
 
 BIASES = ("none", "slope", "path", "both")
@@ -118,21 +117,15 @@ def _checked(problem: Problem, what: Plan, crashed: dict[str, str]) -> Row:
         problem.device, problem.dtype, problem.head_dim, problem.masks, problem.bias, problem.impl, "refused"
     )
     tensors = inputs(problem)
-    unwanted, refusal = _refused_device(problem), why_not(problem, tensors)
-    if unwanted or (refusal is not None and why_not(problem, tensors, 1) is not None):
-        return replace(row, reason=_short(unwanted or refusal or ""))
+    refusal = why_not(problem, tensors)
+    if refusal is not None and why_not(problem, tensors, 1) is not None:
+        return replace(row, reason=_short(refusal))
     row = replace(row, call="training" if refusal is None else "decoding")
     if problem.impl == "flex" and not what.compiles:
         return replace(row, reason="checked with --full only: it compiles for minutes")
     if problem.impl in crashed:
         return replace(row, status="failed", reason=scrub(crashed[problem.impl]))
     return _with_verdict(row, _verdict(problem, what))
-
-
-def _refused_device(problem: Problem) -> str | None:
-    if problem.impl != "triton" or problem.device == "cpu":
-        return None
-    return why_refused(describe(torch.device(problem.device)))
 
 
 def _short(refusal: str) -> str:

@@ -19,10 +19,12 @@ import torch
 
 from ...attention.cpu import build
 from ...attention.gpu import verdict
-from ...attention.gpu.device import describe, release, triton_version, why_refused
+from ...attention.gpu.device import describe, release, triton_version
 
 #: whose requirements on whom are compared with what is installed
 REQUIREMENTS = (("grape-pe", "torch"), ("grape-pe", "transformers"), ("torch", "triton"))
+#: older versions compile wrong gradients for Hopper
+OLDEST_TRITON = (3, 7, 1)
 SETTINGS = ("GRAPE_TRITON", "GRAPE_PE_NATIVE", "TRITON_INTERPRET")
 
 
@@ -48,10 +50,9 @@ def installed(name: str) -> str | None:
 def conflicts() -> list[str]:
     """Versions that do not go together, as sentences."""
     found = [text for who, what in REQUIREMENTS if (text := _outside(who, what)) is not None]
-    for index in range(torch.cuda.device_count()):
-        reason = why_refused(describe(torch.device("cuda", index)))
-        if reason is not None and reason not in found and not torch.version.hip:
-            found.append(reason)
+    triton = triton_version()
+    if triton is not None and release(triton) < OLDEST_TRITON:
+        found.append(f"triton {triton} compiles wrong gradients for Hopper GPUs; install 3.7.1 or later")
     return found
 
 
