@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from grape_pe.attention.tile_op import tiles
 
 from attention_cases import BIASES, inputs, one_thread  # noqa: F401
 from grape_pe.attention import attend
 from grape_pe.attention.cpu import build as native
-from grape_pe.attention.tile_op import tiles
 
 
 def op_arguments(dtype: torch.dtype, kind: str):
