@@ -1,4 +1,4 @@
-"""The PTX emulator: single instructions, a compiled Triton kernel, and that its detectors find what they should."""
+"""The PTX emulator: instructions, a compiled Triton kernel, and detectors that find what they should."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def compiled():
     return triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
 
 
-def _run(compiled, change: Callable[[str], str] = str, rows: int = 100) -> tuple[torch.Tensor, torch.Tensor, Report]:
+def _run(
+    compiled, change: Callable[[str], str] = str, rows: int = 100
+) -> tuple[torch.Tensor, torch.Tensor, Report]:
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, INNER, generator=g).bfloat16() for n in (rows, ROWS))
     out, report = torch.zeros(rows, ROWS), Report()
@@ -102,7 +104,9 @@ def test_a_removed_wait_is_found(compiled) -> None:
 
 def test_a_wait_that_is_too_short_is_found(compiled) -> None:
     def later(ptx: str) -> str:
-        return re.sub(r"cp\.async\.wait_group(\s+)(\d+)", lambda m: f"cp.async.wait_group{m[1]}{int(m[2]) + 1}", ptx)
+        return re.sub(
+            r"cp\.async\.wait_group(\s+)(\d+)", lambda m: f"cp.async.wait_group{m[1]}{int(m[2]) + 1}", ptx
+        )
 
     faults = _run(compiled, later)[2].faults.found
     assert any("cp.async" in fault.kind for fault in faults)
@@ -127,12 +131,17 @@ def test_a_missing_bounds_check_is_found(compiled) -> None:
 
 def test_a_misaligned_access_is_found(compiled) -> None:
     with pytest.raises(BadAccess, match="misaligned"):
-        _run(compiled, lambda ptx: re.sub(r"(ld\.shared\S+\s+\{?[^\[]*\[\s*%r\d+)(\+\d+)?", r"\1+1", ptx, count=1))
+        _run(
+            compiled,
+            lambda ptx: re.sub(r"(ld\.shared\S+\s+\{?[^\[]*\[\s*%r\d+)(\+\d+)?", r"\1+1", ptx, count=1),
+        )
 
 
 def test_blocks_that_write_the_same_place_are_found(compiled) -> None:
     """Both blocks take themselves for the first."""
-    faults = _run(compiled, lambda ptx: re.sub(r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0", ptx))[2].faults
+    faults = _run(compiled, lambda ptx: re.sub(r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0", ptx))[
+        2
+    ].faults
     assert any("another block" in fault.kind for fault in faults.found)
 
 

@@ -1,4 +1,4 @@
-"""Runs the launches of `grape_pe.attention.gpu` in the emulator instead of on a GPU, for tensors of the CPU."""
+"""Runs the launches of `grape_pe.attention.gpu` in the emulator, for tensors of the CPU."""
 
 from __future__ import annotations
 

@@ -207,7 +207,11 @@ def _extreme(v: list[str], kind: str, opcode: tuple[str, ...]) -> str:
     quiet = kind[0] == "f" and "NaN" not in opcode
     name = ("np.f" if quiet else "np.") + opcode[0] + ("" if quiet else "imum")
     value = f"{name}({v[0]}, {v[1]})"
-    return f"np.maximum({value}, {kind[0] == 'f' and '0.0' or '0'}).astype('{kind}')" if "relu" in opcode else value
+    return (
+        f"np.maximum({value}, {(kind[0] == 'f' and '0.0') or '0'}).astype('{kind}')"
+        if "relu" in opcode
+        else value
+    )
 
 
 def _divide(v: list[str], kind: str, _: tuple[str, ...]) -> str:
@@ -335,7 +339,7 @@ def _load(t: Translator, to: Instruction) -> None:
 
 
 def _store(t: Translator, to: Instruction) -> None:
-    kind, size = _memory_type(to)
+    _, size = _memory_type(to)
     values = ", ".join(t.source(value, f"u{size}") for value in members(to.operands[1]))
     space = _space(t, to, size)
     where = f"{t.predicate(to)}, {t.where(to)}"

@@ -126,22 +126,30 @@ class Gang:
         wide = [np.broadcast_to(value, self.size)[chosen] for value in values]
         return np.stack(wide, 1).astype(UNSIGNED[size], copy=False)
 
-    def load_global(self, address: Array, size: int, items: int, mask: Array | None, where: object) -> list[Array]:
+    def load_global(
+        self, address: Array, size: int, items: int, mask: Array | None, where: object
+    ) -> list[Array]:
         chosen = self._chosen(mask)
         found = self.memory.read(address[chosen], size, items, self.number[chosen], where)
         return self._filled(mask, found)
 
-    def store_global(self, address: Array, values: list[Array], size: int, mask: Array | None, where: object) -> None:
+    def store_global(
+        self, address: Array, values: list[Array], size: int, mask: Array | None, where: object
+    ) -> None:
         chosen = self._chosen(mask)
         data = self._stacked(values, size, chosen)
         self.memory.write(address[chosen], data, self.number[chosen], where)
 
-    def load_shared(self, address: Array, size: int, items: int, mask: Array | None, where: object) -> list[Array]:
+    def load_shared(
+        self, address: Array, size: int, items: int, mask: Array | None, where: object
+    ) -> list[Array]:
         chosen = self._chosen(mask)
         place = (self.block[chosen], address[chosen])
         return self._filled(mask, self.shared.read(*place, size, items, self.warp[chosen], where))
 
-    def store_shared(self, address: Array, values: list[Array], size: int, mask: Array | None, where: object) -> None:
+    def store_shared(
+        self, address: Array, values: list[Array], size: int, mask: Array | None, where: object
+    ) -> None:
         chosen = self._chosen(mask)
         data = self._stacked(values, size, chosen)
         self.shared.write(self.block[chosen], address[chosen], data, self.warp[chosen], where)
@@ -255,7 +263,7 @@ _programs: dict[str, Program] = {}
 def launch(
     ptx: str, shared: int, warps: int, grid: tuple[int, ...], arguments: list[Any], report: Report
 ) -> None:
-    """Run PTX on tensors and numbers, in the order of the kernel's parameters (without Triton's own last ones)."""
+    """Run PTX on tensors and numbers, in the order of the kernel's parameters (Triton adds two)."""
     key = hashlib.sha256(ptx.encode()).hexdigest()
     if key not in _programs:
         _programs[key] = translate(ptx)

@@ -1,9 +1,9 @@
 """Global and shared memory of a gang of thread blocks, with the detectors.
 
-Reported as `Fault`s: shared-memory races (two warps touch the same place, one of them writes, and no barrier lies
-between), shared memory read or overwritten while a cp.async to it is not waited for, and global memory that one
-block writes and another touches in the same launch. Raised at once: accesses out of bounds and misaligned ones,
-which would end a real launch.
+Reported as `Fault`s: shared-memory races (two warps touch the same place, one of them writes, and no
+barrier lies between), shared memory read or overwritten while a cp.async to it is not waited for, and
+global memory that one block writes and another touches in the same launch. Raised at once: accesses out of
+bounds and misaligned ones, which would end a real launch.
 """
 
 from __future__ import annotations

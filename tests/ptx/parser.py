@@ -1,4 +1,4 @@
-"""PTX text to basic blocks. Only what Triton emits: one kernel, no functions, no variables but shared memory."""
+"""PTX text to basic blocks. Only what Triton emits: one kernel without functions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def _statements(body: str) -> Iterator[str]:
         elif line not in ("{", "}") or waiting:
             waiting = f"{waiting} {line}".strip()
             if waiting.endswith((";", "}")):
-                pieces = (re.sub(r"^[{}\s]+(?=[@.a-z])|^}$", "", piece.strip()) for piece in waiting.split(";"))
+                pieces = (
+                    re.sub(r"^[{}\s]+(?=[@.a-z])|^}$", "", piece.strip()) for piece in waiting.split(";")
+                )
                 yield from (piece for piece in pieces if piece)
                 waiting = ""
 

@@ -1,6 +1,7 @@
 """What 32 threads do together. Registers are flat arrays over all threads; a warp is 32 neighbours.
 
-The layouts of fragments are those of the PTX manual ("Matrix Fragments for mma.m16n8k16"): lane = 4 * group + t.
+The layouts of fragments are those of the PTX manual ("Matrix Fragments for mma.m16n8k16"): lane = 4 * group
++ t.
 """
 
 from __future__ import annotations
@@ -100,5 +101,7 @@ def mma(kind: str, a: list[Array], b: list[Array], c: list[Array]) -> list[Array
     left[:, place_a] = _numbers(a, kind)
     right[:, place_b] = _numbers(b, kind)
     product = np.matmul(left.reshape(-1, 16, inner), right.reshape(-1, inner, 8))
-    total = product.reshape(warps, -1)[:, _OUT] + np.stack([x.view(np.float32).reshape(-1, 32) for x in c], -1)
+    total = product.reshape(warps, -1)[:, _OUT] + np.stack(
+        [x.view(np.float32).reshape(-1, 32) for x in c], -1
+    )
     return [np.ascontiguousarray(total[..., i]).reshape(-1).view(np.uint32) for i in range(4)]

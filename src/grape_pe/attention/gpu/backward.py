@@ -10,8 +10,8 @@ With dS the gradient of a logit, and keys walked from the last to the first (doc
     d c_q[t]    = -sum_j dS rate_k[j] - rate_q d lse  d c_k[j]   = sum_t dS (rate_q[t] + rate_k[j])
     d edge(t, l) = rate * sum_{j < l} dS(t, j) = rate * (TOTAL[t] - sum_{j >= l} dS(t, j))
 
-The launch adds the rate_q part of d c_q. The sums over edges and over dS to the right of every BORDER keys are
-kept in CARRY and RIGHT, which the key kernel reads.
+The launch adds the rate_q part of d c_q. The sums over edges and over dS to the right of every BORDER keys
+are kept in CARRY and RIGHT, which the key kernel reads.
 """
 
 # ruff: noqa: RUF005  (Triton's tuples grow by +; it does not parse a star)
@@ -63,8 +63,8 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def query_kernel(
-    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, PADDING, POISON, FIRST,
-    CARRY, RIGHT, TOTAL, DQ, D_RATE, D_C, D_PROBE, D_PATH_RATE,
+    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, PADDING, POISON,
+    FIRST, CARRY, RIGHT, TOTAL, DQ, D_RATE, D_C, D_PROBE, D_PATH_RATE,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h,
     H, HKV, HP, TQ, TK, window, patches, heads_from, borders, scale,
@@ -216,8 +216,8 @@ def _last_row(FIRST, end, key_end, TQ, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def key_kernel(
-    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, DOC_ENDS, PADDING,
-    POISON, FIRST, CARRY, RIGHT, TOTAL, DK, D_V, D_RATE, D_C, D_PROBE,
+    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, DOC_ENDS,
+    PADDING, POISON, FIRST, CARRY, RIGHT, TOTAL, DK, D_V, D_RATE, D_C, D_PROBE,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h,
     H, HKV, HP, TQ, TK, window, patches, heads_from, borders, scale,
@@ -358,7 +358,9 @@ def key_kernel(
                     more_c = more_c + (d_c[r] + tl.sum(ds * both, 1),)
                 d_c = more_c
             if HAS_PATH:
-                after = tl.load(TOTAL + i, mask=live_q, other=0.0) - tl.load(RIGHT + i, mask=live_q, other=0.0)
+                after = tl.load(TOTAL + i, mask=live_q, other=0.0) - tl.load(
+                    RIGHT + i, mask=live_q, other=0.0
+                )
                 dz = slope * (after[None, :] - (tl.cumsum(ds, 0) - ds))
                 if phase == 0:  # where the walk never came, CARRY and RIGHT hold no numbers
                     dz = tl.where((j[:, None] < t[None, :]) & (j[:, None] >= first[None, :]), dz, 0.0)

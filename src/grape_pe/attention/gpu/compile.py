@@ -1,8 +1,9 @@
 """Launches as data, their compilation for devices that need not be here, and the choice of a tile that fits.
 
-A `Launch` is a kernel, a grid and arguments. `start` runs it on its tensors' device. `compiled` compiles the very same
-launch, on a machine without a GPU too, and `Usage` reads what it needs: shared memory, registers, spills, tensor
-memory. A tile is the first of a short list of candidates whose compiled kernel fits and does not spill.
+A `Launch` is a kernel, a grid and arguments. `start` runs it on its tensors' device. `compiled` compiles
+the very same launch, on a machine without a GPU too, and `Usage` reads what it needs: shared memory,
+registers, spills, tensor memory. A tile is the first of a short list of candidates whose compiled kernel
+fits and does not spill.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def arch_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def signature(launch: Launch) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+def signature(
+    launch: Launch,
+) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
     """Types, constants and known multiples of 16, as Triton infers them from the arguments of a call."""
     types: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -95,7 +98,7 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[tuple[int, ...], Any
 
 
 def compiled(launch: Launch, arch: int) -> Any:
-    """The compiled kernel of a launch: for its own device, or for sm_<arch> if its tensors are not on a GPU."""
+    """A launch compiled for its own device, or for sm_<arch> if its tensors are not on a GPU."""
     device = next(x.device for x in launch.arguments.values() if isinstance(x, Tensor))
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -154,7 +157,7 @@ _chosen: dict[tuple[Any, ...], Tile] = {}
 
 
 def fitting(make: Callable[[Tile], Launch], candidates: Sequence[Tile], arch: int) -> Launch:
-    """The launch with the first tile that fits the device without spilling, else with the one that spills least.
+    """The launch with the first tile that fits without spilling, else with the one that spills least.
 
     Chosen once for each kernel, its constants, dtypes and device. Raises RuntimeError when none fits.
     """
@@ -171,7 +174,9 @@ def _key(launch: Launch, arch: int) -> tuple[Any, ...]:
     """What the compiled kernel depends on besides the tile."""
     types, constants, _ = signature(launch)
     names = [parameter.name for parameter in launch.kernel.params]
-    fixed = {names[place[0]]: value for place, value in constants.items() if names[place[0]] not in TILE_NAMES}
+    fixed = {
+        names[place[0]]: value for place, value in constants.items() if names[place[0]] not in TILE_NAMES
+    }
     return launch.kernel.__name__, arch, tuple(types.items()), tuple(fixed.items())
 
 

@@ -1,8 +1,8 @@
 """Kernels for few queries: the keys are split over programs, and the query heads that share keys are packed.
 
-A program holds PACK query heads x TQ queries as the rows of one tile and walks its part of the keys from the last
-to the first. `combine_kernel` then merges the parts. The path sum of a part starts at zero; what the later parts
-add to it is the same for all its keys, so it is added when the parts are merged.
+A program holds PACK query heads x TQ queries as the rows of one tile and walks its part of the keys from
+the last to the first. `combine_kernel` then merges the parts. The path sum of a part starts at zero; what
+the later parts add to it is the same for all its keys, so it is added when the parts are merged.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .forward import LENGTHS
-from .tile import LN2, LOG2E, edges, live_keys, load_rows, visible
+from .tile import LOG2E, edges, live_keys, load_rows, logsumexp, visible
 
 DECODE_LENGTHS = [*LENGTHS, "key_from", "part_keys"]
 
@@ -140,9 +140,8 @@ def combine_kernel(
         total = total * fade + here * tl.load(STATS + at * 3 + 1)
         carry += tl.load(STATS + at * 3 + 2)
         peak = higher
-    blind = total == 0.0
-    tl.store(LSE + row, tl.where(blind, float("-inf"), (peak + tl.log2(total)) * LN2))
-    out = acc / tl.where(blind, 1.0, total)
+    tl.store(LSE + row, logsumexp(peak, total))
+    out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(OUT + row * DV + d, out.to(OUT.dtype.element_ty), mask=d < DV)
     if EXACT:
         left = out - out.to(OUT.dtype.element_ty).to(tl.float32)

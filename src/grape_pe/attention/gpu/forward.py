@@ -1,7 +1,8 @@
 """The forward kernel: one program owns BM queries of one head and walks its keys from the last to the first.
 
-In this order the sum of a path grows with every key, and all that is carried from tile to tile is each row's sum.
-Where the bias only falls with distance the walk can stop early, by a bound that `keys_kernel` prepares.
+In this order the sum of a path grows with every key, and all that is carried from tile to tile is each
+row's sum. Where the bias only falls with distance the walk can stop early, by a bound that `keys_kernel`
+prepares.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -21,6 +22,7 @@ from .tile import (
     key_range,
     live_keys,
     load_rows,
+    logsumexp,
     poison_of,
     sound_keys,
     store_rows,
@@ -42,8 +44,8 @@ def keys_kernel(
 ):  # fmt: skip
     """POISON[b, hk, j]: NaN where a key or its value is not finite, else 0. And, for pruning:
 
-    BOUNDS[b, h, f, n] of PATCH keys: the largest |k|, then for each term the largest -c, c, -rate and rate. What is
-    not finite gives infinity, which prunes nothing. Hidden keys do not count.
+    BOUNDS[b, h, f, n] of PATCH keys: the largest |k|, then for each term the largest -c, c, -rate and rate.
+    What is not finite gives infinity, which prunes nothing. Hidden keys do not count.
     """
     n = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -125,8 +127,9 @@ def forward_kernel(
 ):  # fmt: skip
     """out, logsumexp, the first key each PATCH rows reached, tiles computed and tiles visible.
 
-    EXACT: weights enter the second product as two numbers of v's dtype, and FINE keeps what the output's dtype
-    leaves out. The row sums of the backward, and with them the gradients of the bias, are then as in float32.
+    EXACT: weights enter the second product as two numbers of v's dtype, and FINE keeps what the output's
+    dtype leaves out. The row sums of the backward, and with them the gradients of the bias, are then as in
+    float32.
     """
     # The last rows have the most keys: start them first.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -220,7 +223,7 @@ def forward_kernel(
                     acc = tl.dot(fine, v, acc, input_precision=PRECISION)
                 peak = higher
             hi = stop
-            if PRUNE:
+            if PRUNE:  # noqa: SIM102  (one is known to the compiler, the other to the program)
                 if hi > begin:
                     # A path of a negative rate may rise again: then nothing is known.
                     sum_so_far = tl.where(rate >= 0, rate * (carry + carry_low) * LN2, float("inf"))
@@ -233,9 +236,8 @@ def forward_kernel(
                     begin = tl.where(tl.min(over.to(tl.int32), 0) == 1, hi, begin)
                     lo = tl.maximum(lo, begin)
     total += spoiled
-    blind = total == 0.0
-    tl.store(LSE + bh * TQ + i, tl.where(blind, float("-inf"), (peak + tl.log2(total)) * LN2), mask=live_q)
-    out = acc / tl.where(blind, 1.0, total)[:, None]
+    tl.store(LSE + bh * TQ + i, logsumexp(peak, total), mask=live_q)
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(OUT + bh * TQ * DV, row, m, DV, live_q, out, DV, BLOCK_DV)
     if EXACT:
         left = out - out.to(OUT.dtype.element_ty).to(tl.float32)

@@ -1,4 +1,4 @@
-"""From an `AttentionProblem` to launches of the kernels: `allocate`, `forward` and `backward` (see problem.py)."""
+"""From an `AttentionProblem` to launches: `allocate`, `forward` and `backward` (see problem.py)."""
 
 from __future__ import annotations
 
@@ -143,10 +143,21 @@ def _shared(p: AttentionProblem) -> dict[str, Any]:
     probes = (None if x is None else x.contiguous() for x in (p.probe_q, p.probe_k))
     documents = None if p.documents is None else first_of_document(p.documents).contiguous()
     padding = None if p.key_padding is None else p.key_padding.to(torch.uint8).contiguous()
-    given = {"RATE_Q": rate_q, "RATE_K": rate_k, "C_Q": c_q, "C_K": c_k, "DOCS": documents, "PADDING": padding}
+    given = {
+        "RATE_Q": rate_q,
+        "RATE_K": rate_k,
+        "C_Q": c_q,
+        "C_K": c_k,
+        "DOCS": documents,
+        "PADDING": padding,
+    }
     given |= dict(zip(("PROBE_Q", "PROBE_K"), probes, strict=True)) | {"PATH_RATE": p.path_rate}
     tensors = {name: q if x is None else x for name, x in given.items()}
-    strides = {f"stride_{n}{a}": x.stride(i) for n, x in zip("qkv", (q, k, v), strict=True) for i, a in enumerate("bht")}
+    strides = {
+        f"stride_{n}{a}": x.stride(i)
+        for n, x in zip("qkv", (q, k, v), strict=True)
+        for i, a in enumerate("bht")
+    }
     for name, x in (("rq", rate_q), ("rk", rate_k), ("cq", c_q), ("ck", c_k)):
         strides |= _strides(name, x)
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -172,7 +183,7 @@ def _shared(p: AttentionProblem) -> dict[str, Any]:
 
 
 def allocate(p: AttentionProblem) -> list[Tensor]:
-    """[what out's dtype leaves out of the output, the first key each PATCH rows reached]; empty if not needed."""
+    """[what out's dtype leaves out, the first key each PATCH rows reached]; empty if not needed."""
     rows = p.q.shape[:3]
     fine = p.q.new_empty((*rows, p.v.shape[-1]) if exact(p) else (0,))
     patches = -(-rows[2] // PATCH)
@@ -267,7 +278,14 @@ def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> It
     parts = triton.cdiv(keys - start, part_keys)
     sums = lse.new_empty((batch, heads, rows, parts, p.v.shape[-1]))
     stats = lse.new_empty((batch, heads, rows, parts, 3))
-    more = {"PARTS": sums, "STATS": stats, "PACK": pack, "key_from": start, "part_keys": part_keys, "BM": block}
+    more = {
+        "PARTS": sums,
+        "STATS": stats,
+        "PACK": pack,
+        "key_from": start,
+        "part_keys": part_keys,
+        "BM": block,
+    }
     yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), DECODE, more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
     constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
@@ -343,16 +361,22 @@ def plan_backward(
     yield keys_step
     shared |= {"POISON": keys_step.arguments["POISON"]}
     shared |= {"LSE": lse, "FIRST": first, "NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads}
-    shared |= {name: lse for name in ("CARRY", "RIGHT", "TOTAL")} | {"heads_from": 0, "borders": 0}
+    shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse) | {"heads_from": 0, "borders": 0}
     names = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
-    none = {name: grads.get(name, lse) for name in ("rate_q", "rate_k", "c_q", "c_k", "probe_q", "probe_k", "path_rate")}
+    none = {
+        name: grads.get(name, lse)
+        for name in ("rate_q", "rate_k", "c_q", "c_k", "probe_q", "probe_k", "path_rate")
+    }
     key_side = {"DK": grads["k"], "D_V": grads["v"], "D_RATE": none["rate_k"], "D_C": none["c_k"]}
     key_side |= {"D_PROBE": none["probe_k"], "DOC_ENDS": names}
     query_side = {"DQ": grads["q"], "D_RATE": none["rate_q"], "D_C": none["c_q"]}
     query_side |= {"D_PROBE": none["probe_q"], "D_PATH_RATE": none["path_rate"]}
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
     key = plan.fitting(
-        backward_kernels.key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), KEY, {**shared, **key_side}
+        backward_kernels.key_kernel,
+        lambda tile: (triton.cdiv(keys, tile.keys), 1),
+        KEY,
+        {**shared, **key_side},
     )
     border = key.tile.keys
     at_borders = {"BORDER": border} if s["HAS_PATH"] else {}
@@ -364,7 +388,10 @@ def plan_backward(
     at_once = batch * heads
     if s["HAS_PATH"]:
         at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
-        sums = {"CARRY": lse.new_empty(at_once * borders * queries), "TOTAL": lse.new_empty(at_once * queries)}
+        sums = {
+            "CARRY": lse.new_empty(at_once * borders * queries),
+            "TOTAL": lse.new_empty(at_once * queries),
+        }
         sums["RIGHT"] = torch.empty_like(sums["CARRY"])
     else:
         sums = {}

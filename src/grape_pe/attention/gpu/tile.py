@@ -151,9 +151,7 @@ def add_slopes(
 ):  # fmt: skip
     """x + sum over terms of rate * offset (Eq. A5)."""
     for r in tl.static_range(R):
-        rate = slope_rate(
-            RATE_Q, RATE_K, r, i, j, live_q, live_k, TQ, TK, HAS_RATE_Q, HAS_RATE_K, KEYS
-        )
+        rate = slope_rate(RATE_Q, RATE_K, r, i, j, live_q, live_k, TQ, TK, HAS_RATE_Q, HAS_RATE_K, KEYS)
         x += (rate * LOG2E) * slope_offset(C_Q, C_K, r, i, j, live_q, live_k, TQ, TK, KEYS)
     return x
 
@@ -168,13 +166,20 @@ def _log2_of_one_to_two(x):
 
 
 @triton.jit
+def logsumexp(peak, total):
+    """In nats, given a maximum in units of log 2; -inf where nothing was seen, NaN where total is NaN."""
+    sound = tl.where(total > 0.0, total, 1.0)
+    return tl.where(total == 0.0, float("-inf"), (peak + tl.log2(sound)) * LN2 + 0.0 * total)
+
+
+@triton.jit
 def edges(z, BOUNDED: tl.constexpr):
     """log2(e) g(z) and g'(z), given log2(e) z."""
     u = tl.exp2(0.0 - tl.abs(z))
     tail = 1.0 / (1.0 + u)
     below = tl.where(z >= 0, u * tail, tail)  # sigmoid(-z), g' of log sigmoid
     if BOUNDED:
-        return -LOG2E * below, u * tail * tail
+        return 0.0 - below * LOG2E, u * tail * tail
     else:
         return tl.minimum(z, 0.0) - _log2_of_one_to_two(1.0 + u), below
 
