@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import grape_pe as grape
+from grape_pe.attention import attend
 from grape_pe.attention.gpu import check, child, verdict
 from grape_pe.attention.gpu.child import Verdict
 from grape_pe.attention.gpu.device import Device, release
@@ -410,3 +412,26 @@ def test_the_kernels_themselves_interpreted(dtype: str, bias: str, monkeypatch: 
     given = problem(impl="triton", dtype=dtype, bias=bias, masks=("causal", "documents"))
     found = child.run(asdict(given))
     assert found.ok, found.reason
+
+
+@pytest.mark.parametrize("verdict_of_check", (None, "it failed its check"))
+def test_auto_asks_before_it_takes_triton(monkeypatch, verdict_of_check):
+    """`auto` takes Triton only with a good verdict; by name it is taken without one."""
+    asked = []
+
+    def trusted(q, v, bias, masks):
+        asked.append((bias, masks))
+        return verdict_of_check
+
+    module = sys.modules["grape_pe.attention.attend"]
+    able = replace(module.IMPLEMENTATIONS["triton"], why_not=lambda *_: None)
+    monkeypatch.setitem(module.IMPLEMENTATIONS, "triton", able)
+    monkeypatch.setattr(module, "_preference", lambda call: (["triton", "blocks"], "a fake GPU"))
+    monkeypatch.setattr(module, "why_not_trusted", trusted)
+    q = torch.randn(1, 2, 5, 4)
+    bias = grape.build("alibi", heads=2, head_dim=4)(q, q).bias
+    told = attend.explain(q, q, q, bias=bias, window=3)
+    assert told.impl == ("triton" if verdict_of_check is None else "blocks")
+    assert asked[0] == ("slope", ("causal", "window"))
+    assert verdict_of_check is None or told.why_not["triton"] == verdict_of_check
+    assert attend.explain(q, q, q, bias=bias, impl="triton").impl == "triton"
