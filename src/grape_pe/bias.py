@@ -136,7 +136,10 @@ def _check_lengths(query_length: int | None, key_length: int | None, queries: in
 
 def _check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
     """Each axis must have one of the sizes allowed for it."""
-    if tensor.dim() != len(allowed) or any(n not in a for n, a in zip(tensor.shape, allowed, strict=True)):
+    fits = tensor.dim() == len(allowed)
+    for n, sizes in zip(tensor.shape, allowed, strict=False):
+        fits = fits and any(n == size for size in sizes)  # torch.compile traces `==` of symbols, but not `in`
+    if not fits:
         wanted = ", ".join(" or ".join(map(str, sorted(set(sizes)))) for sizes in allowed)
         raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
 

@@ -154,7 +154,8 @@ def project(x: Tensor, direction: Tensor) -> Tensor:
     """<unit direction, x> / sqrt(D) in at least float32: (B, H, T, D), (H, R, D) -> (B, H, T, R)."""
     working = working_dtype(x.dtype)
     unit = F.normalize(direction.to(working), dim=-1)
-    return torch.einsum("bhtd,hrd->bhtr", x.to(working), unit) * x.shape[-1] ** -0.5
+    product = torch.einsum("bhtd,hrd->bhtr", x.to(working), unit) * x.shape[-1] ** -0.5
+    return product.contiguous()  # else softplus's backward tells torch.compile other strides than it has
 
 
 class ShiftSlope(SlopeEncoding):

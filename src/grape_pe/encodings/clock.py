@@ -48,7 +48,8 @@ class Clock(nn.Module):
     def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """(sum up to and including each token, sum before each token)."""
         z = self.projection(x)
-        steps = STEPS[self.gate](z.to(working_dtype(z.dtype)).transpose(1, 2))
+        # contiguous: of a transposed input, softplus's backward tells torch.compile other strides than it has
+        steps = STEPS[self.gate](z.to(working_dtype(z.dtype)).transpose(1, 2).contiguous())
         total = steps.cumsum(-1, dtype=exact_dtype(x.device))
         start = torch.zeros_like(total[..., :1])
         if state is not None:

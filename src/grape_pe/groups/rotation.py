@@ -49,7 +49,7 @@ def join_planes(first: Tensor, second: Tensor, width: int, layout: Layout) -> Te
 class _RotatePlanes(torch.autograd.Function):
     """y = R(angle) x. The derivative needs only y: dy/dangle = J y, whatever x was (Eq. M5).
 
-    Differentiable any number of times, in both modes. cos and sin are constants here: what depends on the
+    Differentiable any number of times. cos and sin are constants here: what depends on the
     angle is differentiated through `angle`.
     """
 
@@ -68,17 +68,21 @@ class _RotatePlanes(torch.autograd.Function):
         y, angle, cos, sin = ctx.saved_tensors
         grad_x = grad_angle = None
         if ctx.needs_input_grad[0]:
-            grad_x = _RotatePlanes.apply(grad, -angle, cos, -sin, ctx.layout)
+            grad_x = rotate_planes(grad, -angle, cos, -sin, ctx.layout)
         if ctx.needs_input_grad[1]:
             y1, y2 = split_planes(y.to(angle.dtype), ctx.layout)
             g1, g2 = split_planes(grad.to(angle.dtype), ctx.layout)
             grad_angle = torch.addcmul(g2 * y1, g1, y2, value=-1).sum_to_size(angle.shape)
         return grad_x, grad_angle, None, None, None
 
+
+class _RotatePlanesAnyMode(_RotatePlanes):
+    """Forward mode and vmap as well, which torch.compile cannot trace in a custom function."""
+
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, angle: Tensor | None, *_: None) -> Tensor:  # type: ignore[override]
         y, at, cos, sin = ctx.saved_tensors
-        out = torch.zeros_like(y) if x is None else _RotatePlanes.apply(x, at, cos, sin, ctx.layout)
+        out = torch.zeros_like(y) if x is None else rotate_planes(x, at, cos, sin, ctx.layout)
         if angle is None:
             return out
         y1, y2 = split_planes(y.to(angle.dtype), ctx.layout)
@@ -88,11 +92,18 @@ class _RotatePlanes(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         *tensors, layout = inputs
-        x, *rest = batch_first(info.batch_size, dims, *tensors)
-        return _RotatePlanes.apply(x.expand(info.batch_size, *x.shape[1:]), *rest, layout), 0
+        x, angle, cos, sin = batch_first(dims, *tensors)
+        x = x.expand(info.batch_size, *x.shape[1:])
+        return rotate_planes(x, angle, cos, sin, layout), 0
 
 
-def batch_first(size: int, dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
+def rotate_planes(x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Turn every plane of x by its angle; cos and sin are those of the angle, without a gradient."""
+    function = _RotatePlanes if torch.compiler.is_compiling() else _RotatePlanesAnyMode
+    return function.apply(x, angle, cos, sin, layout)
+
+
+def batch_first(dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
     """For rules of vmap: its axis in front, then as many axes for all, so that they broadcast as before."""
     moved = [t.unsqueeze(0) if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=False)]
     most = max(t.dim() for t in moved)
@@ -141,7 +152,7 @@ class PlaneRotation:
         shape = torch.broadcast_shapes(x.shape[:-1], self.angle.shape[:-1])
         if shape != x.shape[:-1]:
             x = x.expand(*shape, x.shape[-1])
-        return _RotatePlanes.apply(x, self.angle, self.cos, self.sin, self.layout)
+        return rotate_planes(x, self.angle, self.cos, self.sin, self.layout)
 
     def compose(self, other: PlaneRotation) -> PlaneRotation:
         if self.layout != other.layout:

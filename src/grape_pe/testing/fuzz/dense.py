@@ -26,12 +26,9 @@ def dense_attention(
         logits = logits + extra.to(working)
     if logits.numel() == 0:
         return torch.einsum("bhtj,bhjd->bhtd", logits, values).to(v.dtype)
-    logits = torch.where(visible, logits, torch.tensor(-torch.inf, dtype=working))
     seen = visible.any(-1, keepdim=True)
-    top = torch.where(seen, logits, 0.0).amax(-1, keepdim=True).detach()
-    weight = torch.where(visible, (logits - top).exp(), torch.tensor(0.0, dtype=working))
-    total = torch.where(seen, weight.sum(-1, keepdim=True), torch.tensor(1.0, dtype=working))
-    return torch.einsum("bhtj,bhjd->bhtd", weight / total, values).to(v.dtype)
+    weight = logits.masked_fill(seen & ~visible, -torch.inf).softmax(-1) * seen
+    return torch.einsum("bhtj,bhjd->bhtd", weight, values).to(v.dtype)
 
 
 def torch_attention(
