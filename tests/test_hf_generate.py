@@ -100,6 +100,30 @@ def test_left_padding_generates_the_same(name, mode):
         torch.testing.assert_close(a[:rows], b[:rows], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden", [[6, 7], [2, 5, 9], [0, 3, 7, 8]])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_anywhere_changes_nothing(name, hidden):
+    """A right-padded prompt goes on; padding in between; with a cache and without."""
+    model, ids = small(name, kv_shift=True), tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, hidden] = 0
+    kept = mask[0].bool()
+    with torch.no_grad():
+        want = model(ids[:1, kept]).logits[0], model(ids[1:]).logits[0]
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        cache, parts = DynamicCache(config=model.config), []
+        for a, b in ((0, 8), (8, 9), (9, 12)):
+            parts.append(model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits)
+        assert cache.get_seq_length() == 12
+        for got in (whole, torch.cat(parts, 1)):
+            torch.testing.assert_close(got[0, kept], want[0])
+            torch.testing.assert_close(got[1], want[1])
+        cache.crop(-6)  # columns of the mask
+        again = model(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(again[0, kept[6:]], want[0][kept[:6].sum() :])
+        torch.testing.assert_close(again[1], want[1][6:])
+
+
 @pytest.mark.parametrize("name", ["rope", "fox", "grape-ap", "rope+fox"])
 def test_packed_position_ids(name):
     model = small(name, kv_shift=True)

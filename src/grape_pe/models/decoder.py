@@ -184,12 +184,13 @@ class Decoder(nn.Module):
     ) -> Layout:
         if cache is None and positions is None and padding is None:
             return Layout() if documents is None else Layout.from_documents(documents)
-        given = {"positions": positions, "documents": documents, "padding": padding}
         return arrange(
             tokens.shape[0],
             tokens.shape[1],
             tokens.device,
+            positions=positions,
+            documents=documents,
+            padding=padding,
             tail=None if cache is None else cache.layers[0].tail(),
             coords=self.model.encoding_of(0).coords,
-            **given,
         )
