@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -63,6 +64,8 @@ class Adapted(nn.Module):
         self, x: Tensor, rotary: Any, mask: Tensor | None, positions: Tensor | None, layer: Any
     ) -> Layout:
         """The layout of a call, made by its first layer; all layers get the same rotary embeddings."""
+        if torch.compiler.is_compiling():  # which finds out itself what is computed twice
+            rotary = None
         layout = None if rotary is None else LAYOUTS.get(rotary[0])
         if layout is None:
             if mask is not None and bool((mask == 0).any()):
