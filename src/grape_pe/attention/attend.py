@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict, Unpack, cast, overload
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ..bias import NO_BIAS, Bias, NoBias, SlopeBias, SlopeTerm
+from ..precision import without_autocast
 from .blocks import attend_blocks, why_not_blocks
 from .cpu.launch import attend_cpu, why_not_cpu
 from .decode import attend_decode, why_not_decode
@@ -61,7 +61,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpu": Implementation(attend_cpu, why_not_cpu),
     "decode": Implementation(attend_decode, why_not_decode, has_lse=False),
     "blocks": Implementation(attend_blocks, why_not_blocks),
-    "flex": Implementation(attend_flex, why_not_flex),
+    "flex": Implementation(attend_flex, why_not_flex, has_lse=False),
     "triton": Implementation(attend_triton, why_not_triton),
 }
 
@@ -112,15 +112,8 @@ class Call:
 
     def run(self, name: str) -> tuple[Tensor, Tensor | None]:
         attend = IMPLEMENTATIONS[name].attend
-        with _without_autocast(self.q.device.type):
+        with without_autocast(self.q):
             return attend(self.q, self.k, self.v, self.bias, self.masks, self.scale, self.prune)
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast would round logits and biases to half precision."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _preference(call: Call) -> tuple[list[str], str]:
@@ -301,7 +294,8 @@ def _call(
         raise TypeError("scale must be a number, got a Tensor; multiply q by it instead")
     if q.shape[-1] == 0:  # all logits are zero, or the bias: as with one feature that is zero
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
-    return Call(q, k, v, bias, masks, q.shape[-1] ** -0.5 if scale is None else scale, prune, return_lse)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Call(q, k, v, bias.at_scale(scale), masks, scale, prune, return_lse)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

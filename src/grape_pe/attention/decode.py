@@ -86,6 +86,8 @@ def _attend_rows(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
     width, size = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    if scale <= 0:  # torch multiplies the -inf of its mask by it
+        q, scale = (-q, -scale) if scale < 0 else (0.0 * q, 1.0)
     if q.shape[-1] != width:  # the flash kernels want one width
         q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
     options = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}

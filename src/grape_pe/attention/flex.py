@@ -61,19 +61,19 @@ def _compiled() -> Callable[..., Any]:
 
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, None]:
     from torch.nn.attention.flex_attention import create_block_mask
 
     score_mod = _score_mod(bias, q, k) if isinstance(bias, SlopeBias) else None
     batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
     q, k, v = (_whole_blocks(x) for x in (q, k, v))
-    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale, "return_lse": True}
+    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale}
     if masks.causal or not masks.plain or k.shape[2] > masks.key_length:
         options["block_mask"] = create_block_mask(
             _visible(masks), batch, None, q.shape[2], k.shape[2], device=q.device
         )
-    out, lse = _compiled()(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
-    return out[:, :, : masks.query_length], lse[:, :, : masks.query_length].float()
+    out: Tensor = _compiled()(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
+    return out[:, :, : masks.query_length], None
 
 
 def _whole_blocks(x: Tensor) -> Tensor:

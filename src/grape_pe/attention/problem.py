@@ -264,4 +264,11 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return None, None, [by_name.get(name) for name in names], None
 
 
+def _no_second_derivative(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "grape.attend has no second derivative by its fused kernels; use impl='reference' or impl='blocks'"
+    )
+
+
 attention.register_autograd(_backward, setup_context=_setup)
+attention_backward.register_autograd(_no_second_derivative)

@@ -29,15 +29,19 @@ def attend_sdpa(
 ) -> tuple[Tensor, None]:
     if 0 in (*q.shape, k.shape[2], v.shape[-1]):
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0.0 * (q.sum() + k.sum() + v.sum()), None
-    causal = masks.causal and masks.query_length > 1
+    causal = bool(masks.causal)
+    if masks.query_length == 1:  # a branch, because torch.compile may hold a symbol here
+        causal = False
     if q.device.type == "cpu" and readable(q) and not bool((q.sum() + k.sum() + v.sum()).isfinite()):
         return _attend_not_finite(q, k, v, causal, scale), None
     return sdpa(q, k, v, scale, is_causal=causal), None
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> Tensor:
-    """`scaled_dot_product_attention` for any value width and number of key heads."""
+    """`scaled_dot_product_attention` for any value width, scale and number of key heads."""
     width = v.shape[-1]
+    if scale <= 0:  # torch multiplies the -inf of its mask by it
+        q, scale = (-q, -scale) if scale < 0 else (0.0 * q, 1.0)
     if q.shape[-1] != width:  # the flash kernels want one width
         size = max(q.shape[-1], width)
         q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
