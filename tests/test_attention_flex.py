@@ -29,7 +29,7 @@ def check(kind: str, length: int, dtype: torch.dtype, masks: dict) -> None:
     truth, dense = ({"y": evaluate(i, kind, "reference", to, masks)["y"]} for to in (torch.float64, dtype))
     low = cast(i, dtype, grad=False)
     y = attend(low["q"], low["k"], low["v"], bias=BIASES[kind](low), impl="flex", **masks)
-    compare(truth, dense, {"y": y.double()}, f"{kind} by flex")
+    compare(truth, dense, {"y": y.double()}, f"{kind} by flex", dtype)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import grape_pe as grape
-from attention_cases import one_thread  # noqa: F401
+from attention_cases import BIASES, cast, inputs, one_thread  # noqa: F401
 from grape_pe.attention import attend
 from grape_pe.attention.cpu import build as native
 from grape_pe.bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
@@ -51,7 +51,7 @@ WRONG: dict[str, tuple[Bias, str]] = {
 }
 
 
-@pytest.mark.parametrize("impl", ("auto", "blockwise", "reference"))
+@pytest.mark.parametrize("impl", ("auto", "cpu", "reference"))
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bias_that_does_not_fit_is_refused(name, impl):
     bias, reason = WRONG[name]
@@ -101,7 +101,7 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("impl", ("auto", "blockwise"))
+@pytest.mark.parametrize("impl", ("auto", "cpu"))
 @pytest.mark.parametrize("window", (2**31 - 1, 2**31, 2**33, sys.maxsize))
 def test_a_window_larger_than_everything_is_none(window, impl):
     close(
@@ -115,7 +115,7 @@ def test_ids_of_any_size(least):
     close(attend(*qkv(), documents=ids), attend(*qkv(), documents=ids, impl="reference"))
 
 
-@pytest.mark.parametrize("impl", ("auto", "blockwise"))
+@pytest.mark.parametrize("impl", ("auto", "cpu"))
 def test_an_infinite_coordinate_switches_a_key_off(impl):
     c = position().clone()
     c[..., 20] = -torch.inf
@@ -144,14 +144,14 @@ def test_no_tokens(name, keys):
     assert attend(code.q[:, :, keys:], code.k, some, bias=bias).shape == (2, HEADS, 0, 16)
 
 
-@pytest.mark.parametrize("impl", ("auto", "blockwise", "lifted"))
+@pytest.mark.parametrize("impl", ("auto", "cpu", "blocks", "sdpa"))
 def test_no_features_weigh_all_keys_alike(impl):
     _, _, v = qkv()
     empty = torch.zeros(1, HEADS, T, 0)
     close(attend(empty, empty, v, impl=impl)[:, :, -1], v.mean(2))
 
 
-@pytest.mark.parametrize("impl", ("auto", "blockwise"))
+@pytest.mark.parametrize("impl", ("auto", "cpu"))
 def test_forward_mode_is_right_or_refused(impl):
     q, k, v = qkv()
 
@@ -161,7 +161,7 @@ def test_forward_mode_is_right_or_refused(impl):
     if impl == "auto":
         torch.testing.assert_close(derivative(impl), derivative("reference"))
     else:
-        with pytest.raises(ValueError, match=r"forward-mode.*these can: reference"):
+        with pytest.raises(ValueError, match=r"torch\.func.*these can: reference"):
             derivative(impl)
 
 
@@ -184,3 +184,32 @@ def test_a_cache_needs_no_home(tmp_path):
     env = {**os.environ, "GRAPE_PE_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == str(tmp_path), done.stderr
+
+
+SURROUNDED = [("cpu", "slope+path"), ("cpu", "a-qk"), ("blocks", "slope+path"), ("reference", "tile")]
+SURROUNDED += [("sdpa", "none"), ("decode", "a-qk")]
+
+
+@pytest.mark.parametrize("impl, kind", SURROUNDED)
+@pytest.mark.parametrize("default", (torch.float64, torch.bfloat16, torch.float16, "meta"), ids=str)
+def test_torchs_defaults_change_nothing(impl, kind, default):
+    """Every buffer takes dtype and device from its tensors: a float32 call is the same under any default."""
+    if impl == "cpu" and not native.available():
+        pytest.skip(str(native.why_not()))
+
+    def run(change: bool) -> list[Tensor]:
+        i = cast(inputs(150, 3 if impl == "decode" else None, batch=1), torch.float32, grad=impl != "decode")
+        bias = BIASES[kind](i)
+        try:
+            if change:
+                (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
+            y = attend(i["q"], i["k"], i["v"], bias=bias, impl=impl)
+            if impl != "decode":
+                y.square().sum().backward()
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        return [y.detach(), *(x.grad for x in i.values() if x.grad is not None)]
+
+    for want, got in zip(run(False), run(True), strict=True):
+        assert torch.equal(want, got)

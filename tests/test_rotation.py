@@ -211,12 +211,16 @@ def test_planes_refuse_wrong_width_and_layout() -> None:
         element.compose(PlaneRotation.from_angle(normal(3, 2), torch.float64, "interleaved"))
 
 
-def test_second_derivative_is_refused_not_wrong() -> None:
-    angle = normal(3, 2).requires_grad_()
-    y = PlaneRotation.from_angle(angle, torch.float64).apply(normal(3, 4, seed=1).requires_grad_())
-    (slope,) = torch.autograd.grad(y.square().square().sum(), angle, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.sum().backward()
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("width", [4, 5])
+def test_second_derivatives(layout: str, width: int) -> None:
+    angle, x = normal(3, 2).requires_grad_(), normal(2, 3, width, seed=1).requires_grad_()
+
+    def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        return PlaneRotation.from_angle(angle, torch.float64, layout).apply(x)
+
+    assert torch.autograd.gradgradcheck(turned, (x, angle))
+    assert torch.autograd.gradcheck(turned, (x, angle), check_forward_ad=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

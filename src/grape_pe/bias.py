@@ -8,11 +8,14 @@ Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe feature
 - adds to any other (`+`).
 
 When Tq < Tk the last query stands at the last key, so query row r is the token r + Tk - Tq.
-A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t.
+A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t. The
+exception is a `TileBias` that replaces a part of <q, k> itself (PaTH): it has a `scale`, which `attend` sets
+to its own through `at_scale`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar
@@ -21,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .groups import PlaneRotation, exact_dtype
+from .groups import PlaneRotation
+from .precision import exact_dtype, without_autocast
 
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
@@ -103,6 +107,10 @@ class Bias:
             "keep the positions as they are"
         )
 
+    def at_scale(self, scale: float) -> Self:
+        """The same bias in attention with this scale of <q, k>; `attend` asks for it before any `tile`."""
+        return self
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
         return self.replaced({n: change(t) for n, t in (self.views() | self.traces()).items()})
@@ -128,7 +136,10 @@ def _check_lengths(query_length: int | None, key_length: int | None, queries: in
 
 def _check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
     """Each axis must have one of the sizes allowed for it."""
-    if tensor.dim() != len(allowed) or any(n not in a for n, a in zip(tensor.shape, allowed, strict=True)):
+    fits = tensor.dim() == len(allowed)
+    for n, sizes in zip(tensor.shape, allowed, strict=False):
+        fits = fits and any(n == size for size in sizes)  # torch.compile traces `==` of symbols, but not `in`
+    if not fits:
         wanted = ", ".join(" or ".join(map(str, sorted(set(sizes)))) for sizes in allowed)
         raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
 
@@ -163,14 +174,20 @@ def _parts(bias: Bias) -> tuple[Bias, ...]:
     return bias.parts if isinstance(bias, SumBias) else (bias,)
 
 
+def _terms(bias: Bias) -> tuple[SlopeTerm, ...]:
+    if isinstance(bias, SlopeTerm):
+        return (bias,)
+    return bias.terms if isinstance(bias, SlopeBias) else ()
+
+
 def _sum(parts: list[Bias]) -> Bias:
     """Slope terms concatenate, zeros vanish, the rest is kept side by side."""
-    terms = tuple(term for part in parts if isinstance(part, SlopeBias) for term in part.terms)
+    terms = tuple(term for part in parts for term in _terms(part))
     slopes: list[Bias] = [SlopeBias(terms)] if terms else []
-    others = [part for part in parts if not isinstance(part, (SlopeBias, NoBias))]
+    others = [part for part in parts if not isinstance(part, (SlopeTerm, SlopeBias, NoBias))]
     kept = [*slopes, *others]
     if not kept:
-        return NoBias()
+        return NO_BIAS
     return kept[0] if len(kept) == 1 else SumBias(tuple(kept))
 
 
@@ -333,7 +350,9 @@ class PathBias(Bias):
         shift = self.probe_k.shape[2] - self.probe_q.shape[2]
         first, last = cols.start + 1, max(rows.stop + shift, cols.stop + 1)
         probes = self.probe_k[:, :, first:last]
-        z = self.probe_q[:, :, rows] @ probes.transpose(-1, -2) / self.probe_k.shape[-1]
+        wide = torch.promote_types(self.probe_q.dtype, probes.dtype)
+        with without_autocast(probes):
+            z = self.probe_q[:, :, rows].to(wide) @ probes.transpose(-1, -2).to(wide) / probes.shape[-1]
         token = torch.arange(first, first + probes.shape[2], device=z.device)
         t = torch.arange(rows.start + shift, rows.stop + shift, device=z.device)
         edge = LINKS[self.link](z).masked_fill(token > t.unsqueeze(-1), 0.0)
@@ -350,15 +369,25 @@ class TileBias(Bias):
     """Any function of a tile, given features of tokens: radial distance, PaTH, a user's own.
 
     `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
-    returns (B|1, H|1, rows, cols). It must be differentiable torch code.
+    returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast off.
+
+    `scale`: None when the function returns logits, as every other kind of bias does. A number when it
+    returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place.
     """
 
     function: TileFunction
     query: Mapping[str, Tensor]
     key: Mapping[str, Tensor]
+    scale: float | None = None
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        return self.function(rows, cols, self.query, self.key)
+        tensors = [*self.query.values(), *self.key.values()]
+        with without_autocast(tensors[0]) if tensors else contextlib.nullcontext():
+            tile = self.function(rows, cols, self.query, self.key)
+        return tile if self.scale is None else self.scale * tile
+
+    def at_scale(self, scale: float) -> TileBias:
+        return self if self.scale is None else replace(self, scale=scale)
 
     def views(self) -> dict[str, Tensor]:
         return {f"query.{name}": tensor for name, tensor in self.query.items()}
@@ -369,7 +398,7 @@ class TileBias(Bias):
     def replaced(self, tensors: Mapping[str, Tensor]) -> TileBias:
         query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
         key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
-        return TileBias(self.function, query, key)
+        return replace(self, query=query, key=key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -399,6 +428,9 @@ class SumBias(Bias):
 
     def rebased(self, offset: float) -> SumBias:
         return SumBias(tuple(part.rebased(offset) for part in self.parts))
+
+    def at_scale(self, scale: float) -> SumBias:
+        return SumBias(tuple(part.at_scale(scale) for part in self.parts))
 
     def queries(self, rows: slice) -> SumBias:
         return SumBias(tuple(part.queries(rows) for part in self.parts))

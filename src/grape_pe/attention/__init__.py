@@ -1,6 +1,6 @@
-"""How attention with a bias is computed. `attend` is the one door; the rest are its rooms."""
+"""Attention with a bias: `attend`, and its implementations."""
 
-from .api import Explanation, attend
-from .pruning import PruningReport, record_pruning
+from .attend import Explanation, attend
+from .pruning import PruningReport, key_bound, record_pruning
 
-__all__ = ["Explanation", "PruningReport", "attend", "record_pruning"]
+__all__ = ["Explanation", "PruningReport", "attend", "key_bound", "record_pruning"]

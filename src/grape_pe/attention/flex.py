@@ -1,8 +1,8 @@
 """FlexAttention: the bias as a score_mod, the masks as a block mask. CUDA training, compiled CPU inference.
 
-A score_mod sees one pair (t, j) at a time, which is all a slope needs. Coordinates travel as two float32
-each, so that c_j - c_t keeps the digits of float64. A path is a sum over the tokens *between* j and t, and
-what a pair cannot know no score_mod can add.
+A score_mod is a function of one pair (t, j), which is all a slope needs. Coordinates are passed as two
+float32 each, so that c_j - c_t keeps the digits of float64. A path is a sum over the tokens between j and t,
+which no score_mod can compute.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bias import Bias, NoBias, SlopeBias, SlopeTerm
-from .coordinates import as_two_floats
 from .masks import Masks
+from .problem import as_two_floats
 from .pruning import Prune
 
 BLOCK = 128  # FlexAttention's own
@@ -28,11 +28,9 @@ SHAPES = 256
 
 def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
     if not isinstance(bias, (NoBias, SlopeBias)):
-        return f"a score_mod sees one pair of tokens, and a {type(bias).__name__} is more than that"
+        return f"a score_mod is a function of one pair of tokens, and a {type(bias).__name__} is not"
     if q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention has no kernel for {q.device.type}"
-    if masks.sinks:
-        return "its block mask knows no sinks"
     if q.dtype == torch.float64:
         return "FlexAttention has no float64 kernel"
     if q.device.type == "cpu" and _learns(q, k, v, bias):
@@ -50,10 +48,10 @@ def _learns(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> bool:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention, compiled anew for every shape: for shapes that vary torch 2.13 writes C++ that is none.
+    """FlexAttention, compiled for each shape: for dynamic shapes torch 2.13 emits invalid C++.
 
-    Past its limit of recompilations torch would go on uncompiled, and that holds all logits at once. Here the
-    limit is our own, high, and `fullgraph` makes it an error.
+    Past its limit of recompilations torch would run it uncompiled, which holds all logits at once.
+    `fullgraph` makes that an error, and the limit is high.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -66,20 +64,20 @@ def _compiled() -> Callable[..., Any]:
 
 
 def attend_flex(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune = "auto"
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
+) -> tuple[Tensor, None]:
     from torch.nn.attention.flex_attention import create_block_mask
 
     score_mod = _score_mod(bias, q, k) if isinstance(bias, SlopeBias) else None
     batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
     q, k, v = (_whole_blocks(x) for x in (q, k, v))
-    block_mask = None
+    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale}
     if masks.causal or not masks.plain or k.shape[2] > masks.key_length:
-        block_mask = create_block_mask(_visible(masks), batch, None, q.shape[2], k.shape[2], device=q.device)
-    out: Tensor = _compiled()(
-        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out[:, :, : masks.query_length]
+        options["block_mask"] = create_block_mask(
+            _visible(masks), batch, None, q.shape[2], k.shape[2], device=q.device
+        )
+    out: Tensor = _compiled()(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
+    return out[:, :, : masks.query_length], None
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
@@ -108,7 +106,7 @@ def _visible(masks: Masks) -> Callable[[Index, Index, Index, Index], Tensor]:
         if masks.causal:
             seen = seen & (j <= t)
         if window is not None:
-            seen = seen & (t - j < window) & (j - t < window)
+            seen = seen & (((t - j < window) & (j - t < window)) | (j < masks.sinks))
         if documents is not None:
             own = b if rows > 1 else b * 0
             seen = seen & (documents[own, t] == documents[own, j])

@@ -1,4 +1,4 @@
-"""Who sees whom: causal order, sliding window, packed documents, key padding, all at once."""
+"""Which keys each query may see: causal order, window, packed documents, key padding, all at once."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """What hides keys from queries. Never a T x T tensor: `tile` makes the part that is asked for.
+    """The masks of one call. Never a T x T tensor: `tile` makes the part that is asked for.
 
     `documents` (B|1, Tk) are ids of packed sequences; `key_padding` (B, Tk) is True on padding.
     When query_length < key_length the last query stands at the last key. The first `sinks` keys stay
-    visible whatever the window. `key_bound` (B, Hkv) hides nothing: it is what is known of |k| beforehand.
+    visible whatever the window. `key_bound` (B, Hkv) is an upper bound of |k|; it hides nothing.
     """
 
     query_length: int
@@ -37,6 +38,17 @@ class Masks:
         """Only causal order, or nothing at all."""
         return self.window is None and self.documents is None and self.key_padding is None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kinds of mask in use."""
+        used = {
+            "causal": self.causal,
+            "window": self.window is not None,
+            "documents": self.documents is not None,
+            "padding": self.key_padding is not None,
+        }
+        return tuple(name for name, on in used.items() if on)
+
     def columns(self, rows: slice) -> slice:
         """The contiguous range of keys that causal order and window leave to these rows."""
         first, end = 0, self.key_length
@@ -46,10 +58,6 @@ class Masks:
         if self.causal:
             end = min(end, rows.stop + self.shift)
         return slice(min(first, self.key_length), max(end, min(first, self.key_length)))
-
-    def documents_of(self, batch: int) -> Tensor | None:
-        """Document ids as (B, Tk)."""
-        return None if self.documents is None else self.documents.expand(batch, -1)
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         """True where the key is visible: (B|1, 1, rows, cols)."""
@@ -82,3 +90,17 @@ def documents_from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
             raise ValueError(f"cu_seqlens must rise from 0 to the {length} keys, got {ends[:4]} … {ends[-1]}")
     token = torch.arange(length, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)[None]
+
+
+def readable(x: Tensor) -> bool:
+    """Whether Python may look at its values: not while torch.compile traces, nor on meta or fake tensors."""
+    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
+
+
+def finite_tokens(*tensors: Tensor) -> Tensor:
+    """(B, H, T): tokens whose features are all finite in every (B, H, T, D) tensor.
+
+    The rule all implementations keep: a query, or a visible key or value, that is not finite makes its rows
+    NaN; one that no query sees changes nothing.
+    """
+    return torch.stack([x.isfinite().all(-1) for x in tensors]).all(0)

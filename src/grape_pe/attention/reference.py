@@ -9,23 +9,32 @@ import torch
 from torch import Tensor
 
 from ..bias import Bias
-from .masks import Masks
+from .masks import Masks, finite_tokens
+from .pruning import Prune
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float) -> Tensor:
-    """softmax(scale q k^T + b) v over the visible keys; a row that sees no key gives zeros."""
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + b) v over the visible keys; a row that sees no key gives zeros. And logsumexp."""
     rows, cols = slice(0, q.shape[2]), slice(0, k.shape[2])
     group = q.shape[1] // k.shape[1]
     working = torch.promote_types(q.dtype, torch.float32)
-    keys, values = (t.to(working).repeat_interleave(group, dim=1) for t in (k, v))
+    q, k, v, dtype = q.to(working), k.to(working), v.to(working), v.dtype
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
-    logits = scale * (q.to(working) @ keys.transpose(-1, -2))
+    # What is not finite is taken out and comes back as a NaN logit, so that no product 0 * NaN spreads it.
+    sound_q, sound_k = finite_tokens(q).unsqueeze(-1), finite_tokens(k, v).unsqueeze(-1)
+    q, k, v = q.where(sound_q, 0.0), k.where(sound_k, 0.0), v.where(sound_k, 0.0)
+    logits = scale * (q @ k.mT)
     extra = bias.tile(rows, cols)
     if extra is not None:
         logits = logits + extra.to(working)
     hidden = ~masks.tile(rows, cols)
-    logits = logits.masked_fill(hidden, float("-inf"))
+    logits = logits.where(sound_q & sound_k.mT, float("nan")).masked_fill(hidden, float("-inf"))
 
     blind = hidden.all(-1, keepdim=True)
-    weights = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return (weights @ values).to(v.dtype)
+    logits = logits.masked_fill(blind, 0.0)
+    weights = logits.softmax(-1).masked_fill(blind, 0.0)
+    lse = logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+    return (weights @ v).to(dtype), lse.float()

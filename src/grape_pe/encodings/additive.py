@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bias import SlopeBias, SlopeTerm, TileBias
-from .base import Encoded, Encoding, HeadShape, State, Tokens
+from ..precision import working_dtype
+from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .clock import Clock, Gate, softplus_inverse
 
 
@@ -25,15 +26,19 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class SlopeEncoding(Encoding):
-    """Base: one fixed slope for each query head, ALiBi's unless `slopes` are given.
+    """Base: one fixed slope for each query head, ALiBi's unless `slopes` are given (a number: for all heads).
 
     A subclass calls `reset_parameters` when all its parameters exist.
     """
 
     slopes: Tensor
 
-    def __init__(self, shape: HeadShape, slopes: Sequence[float] | None = None, coords: int = 1) -> None:
+    def __init__(
+        self, shape: HeadShape, slopes: Sequence[float] | float | None = None, coords: int = 1
+    ) -> None:
         super().__init__(shape, coords)
+        if isinstance(slopes, (int, float)):
+            slopes = [slopes] * shape.heads
         if slopes is not None and len(slopes) != shape.heads:
             raise ValueError(
                 f"slopes must hold one number for each of {shape.heads} heads, got {len(slopes)}"
@@ -44,11 +49,11 @@ class SlopeEncoding(Encoding):
                 "pass their absolute values"
             )
         self.initial_slopes = list(slopes) if slopes is not None else alibi_slopes(shape.heads)
-        self.register_buffer("slopes", torch.empty(shape.heads))
+        self.register_buffer("slopes", torch.empty(shape.heads, dtype=torch.float32))
 
     def reset_parameters(self) -> None:
         if not self.slopes.is_meta:
-            self.slopes.copy_(torch.tensor(self.initial_slopes))
+            self.slopes.copy_(torch.tensor(self.initial_slopes, dtype=torch.float32))
 
     def head_slopes(self, tokens: Tokens) -> Tensor:
         """(1, H, 1)."""
@@ -67,7 +72,7 @@ class ALiBi(SlopeEncoding):
         self,
         shape: HeadShape,
         *,
-        slopes: Sequence[float] | None = None,
+        slopes: Sequence[float] | float | None = None,
         coords: int = 1,
         metric: Literal["axis", "radial"] = "axis",
     ) -> None:
@@ -122,9 +127,9 @@ class GatedSlope(SlopeEncoding):
         if not (query or key):
             raise ValueError("a gated slope needs query=True or key=True; without a gate use alibi")
         d = shape.head_dim
-        self.strength = nn.Parameter(torch.empty(shape.heads, atoms))
-        self.v = nn.Parameter(torch.empty(shape.heads, atoms, d)) if query else None
-        self.u = nn.Parameter(torch.empty(shape.kv_heads, atoms, d)) if key else None
+        self.strength = own_parameter(shape.heads, atoms)
+        self.v = own_parameter(shape.heads, atoms, d) if query else None
+        self.u = own_parameter(shape.kv_heads, atoms, d) if key else None
         self.reset_parameters()
 
     @property
@@ -151,9 +156,10 @@ class GatedSlope(SlopeEncoding):
 
 def project(x: Tensor, direction: Tensor) -> Tensor:
     """<unit direction, x> / sqrt(D) in at least float32: (B, H, T, D), (H, R, D) -> (B, H, T, R)."""
-    working = torch.promote_types(x.dtype, torch.float32)
+    working = working_dtype(x.dtype)
     unit = F.normalize(direction.to(working), dim=-1)
-    return torch.einsum("bhtd,hrd->bhtr", x.to(working), unit) * x.shape[-1] ** -0.5
+    product = torch.einsum("bhtd,hrd->bhtr", x.to(working), unit) * x.shape[-1] ** -0.5
+    return product.contiguous()  # else softplus's backward tells torch.compile other strides than it has
 
 
 class ShiftSlope(SlopeEncoding):
@@ -166,8 +172,8 @@ class ShiftSlope(SlopeEncoding):
 
     def __init__(self, shape: HeadShape, *, slopes: Sequence[float] | None = None, coords: int = 1) -> None:
         super().__init__(shape, slopes, coords)
-        self.strength = nn.Parameter(torch.empty(shape.heads))
-        self.u = nn.Parameter(torch.empty(shape.kv_heads, 1, shape.head_dim))
+        self.strength = own_parameter(shape.heads)
+        self.u = own_parameter(shape.kv_heads, 1, shape.head_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bias import NO_BIAS, Bias
-from ..groups import exact_dtype
+from ..precision import exact_dtype, without_autocast, working_dtype
 
 #: What must be carried from earlier tokens: (B, n, S), of which the last T slices belong to the new
 #: tokens; a tuple of such for a composition; None when nothing is carried.
@@ -60,7 +60,7 @@ class Tokens:
     @property
     def working(self) -> torch.dtype:
         """The dtype for rates, gates and angles: float32, or float64 for float64 models."""
-        return torch.promote_types(self.q.dtype, torch.float32)
+        return working_dtype(self.q.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +77,37 @@ class FullPrecision(nn.Module):
     """A module whose own parameters and buffers never fall below float32.
 
     A frequency rounded to bfloat16 is a different frequency: `.to(torch.bfloat16)` moves such
-    tensors but keeps their precision. Child modules (projections) are cast as usual.
+    tensors but keeps their precision, and they are float32 also where torch's default dtype is shorter.
+    Child modules (projections) are cast as usual.
     """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and _too_short(param):
+            param = nn.Parameter(param.detach().float(), param.requires_grad)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        short = tensor is not None and _too_short(tensor)
+        super().register_buffer(name, tensor.float() if tensor is not None and short else tensor, persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullPrecision:
         def keep(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            too_short = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if too_short else moved
+            return tensor.to(moved.device) if _too_short(moved) else moved
 
         if recurse:
             for child in self.children():
                 child._apply(fn)
         return super()._apply(keep, recurse=False)  # type: ignore[no-any-return]
+
+
+def _too_short(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
+
+
+def own_parameter(*size: int) -> nn.Parameter:
+    """An empty parameter in float32, whatever torch's default dtype: see `FullPrecision`."""
+    return nn.Parameter(torch.empty(size, dtype=torch.float32))
 
 
 class Encoding(FullPrecision, ABC):
@@ -152,7 +170,7 @@ class Encoding(FullPrecision, ABC):
         positions: Tensor | None = None,
         state: State = None,
     ) -> Encoded:
-        """Encode new tokens.
+        """Encode new tokens. Autocast is off inside: gates, angles and rotations keep their precision.
 
         Args:
             q: (B, H, T, D) after any QK norm. k: (B, Hkv, T, D).
@@ -165,7 +183,10 @@ class Encoding(FullPrecision, ABC):
         self._check_heads(q, k)
         if self.contextual:
             self._check_input(x, q)
-        return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)
+        if x is not None and torch.is_autocast_enabled(q.device.type):
+            x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
+        with without_autocast(q):
+            return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)
 
     if TYPE_CHECKING:  # nn.Module declares that a call returns Any
         __call__ = forward

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..groups import exact_dtype
+from ..precision import WideLinear, exact_dtype, working_dtype
 
 Gate = Literal["sigmoid", "softplus", "forget"]
 STEPS: dict[Gate, Callable[[Tensor], Tensor]] = {
@@ -37,7 +37,7 @@ class Clock(nn.Module):
         if gate not in STEPS:
             raise ValueError(f"gate must be one of {', '.join(map(repr, STEPS))}; got {gate!r}")
         self.gate, self.initial_bias, self.weight_std = gate, bias, weight_std
-        self.projection = nn.Linear(width, clocks)
+        self.projection = WideLinear(width, clocks)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -48,8 +48,8 @@ class Clock(nn.Module):
     def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """(sum up to and including each token, sum before each token)."""
         z = self.projection(x)
-        z = z.to(torch.promote_types(z.dtype, torch.float32)).transpose(1, 2)
-        steps = STEPS[self.gate](z)
+        # contiguous: of a transposed input, softplus's backward tells torch.compile other strides than it has
+        steps = STEPS[self.gate](z.to(working_dtype(z.dtype)).transpose(1, 2).contiguous())
         total = steps.cumsum(-1, dtype=exact_dtype(x.device))
         start = torch.zeros_like(total[..., :1])
         if state is not None:

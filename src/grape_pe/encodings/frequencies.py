@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..groups import exact_dtype
-from .base import FullPrecision
+from ..precision import exact_dtype
+from .base import FullPrecision, own_parameter
 
 Spectrum = Literal["log-uniform"] | Sequence[float]
 Axes = Literal["disjoint", "mixed"]
@@ -21,7 +21,7 @@ STEP_DIVISOR = 16.0
 
 def log_uniform(planes: int, base: float) -> Tensor:
     """theta_i = base^(-i/planes), rounded to float32 exactly as Hugging Face's RoPE does (Eq. M6)."""
-    exponent = torch.arange(0, 2 * planes, 2, dtype=torch.int64).float() / max(2 * planes, 1)
+    exponent = torch.arange(0, 2 * planes, 2, dtype=torch.int64).to(torch.float32) / max(2 * planes, 1)
     return 1.0 / (base**exponent)
 
 
@@ -53,8 +53,8 @@ class Frequencies(FullPrecision):
         self.planes, self.coords, self.base, self.axes = planes, coords, float(base), axes
         self.spectrum = spectrum
         self._check_spectrum()
-        self.register_buffer("initial", torch.empty(1, coords, planes))
-        self.delta = nn.Parameter(torch.empty(groups, coords, planes)) if learned else None
+        self.register_buffer("initial", torch.empty(1, coords, planes, dtype=torch.float32))
+        self.delta = own_parameter(groups, coords, planes) if learned else None
         self.reset_parameters()
 
     def _check_spectrum(self) -> None:
@@ -75,9 +75,9 @@ class Frequencies(FullPrecision):
         return torch.tensor(list(self.spectrum), dtype=torch.float32)[:planes]
 
     def _initial_spectrum(self) -> Tensor:
-        theta = torch.zeros(self.coords, self.planes)
+        theta = torch.zeros(self.coords, self.planes, dtype=torch.float32)
         if self.axes == "mixed" and self.coords > 1:
-            direction = torch.randn(self.coords, self.planes)
+            direction = torch.randn(self.coords, self.planes, dtype=torch.float32)
             return self._axis_spectrum(self.planes) * direction / direction.norm(dim=0)
         for axis, planes in enumerate(torch.arange(self.planes).tensor_split(self.coords)):
             theta[axis, planes] = self._axis_spectrum(len(planes))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..groups import DenseRotation, matrix_exp
-from .base import HeadShape, State, Tokens
+from .base import HeadShape, State, Tokens, own_parameter
 from .rotary import RotationEncoding
 
 
@@ -22,7 +22,7 @@ class LieRE(RotationEncoding):
     def __init__(self, shape: HeadShape, *, per_head: bool = True, coords: int = 1) -> None:
         super().__init__(shape, coords)
         heads = shape.kv_heads if per_head else 1
-        self.weight = nn.Parameter(torch.empty(heads, coords, shape.head_dim, shape.head_dim))
+        self.weight = own_parameter(heads, coords, shape.head_dim, shape.head_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

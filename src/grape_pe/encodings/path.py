@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bias import TileBias
+from ..precision import WideLinear
 from .base import Encoded, Encoding, HeadShape, State, Tokens
 
 
@@ -22,26 +23,23 @@ class PaTH(Encoding):
     """Directions w and strengths beta = 2 sigmoid(.) from the input, for each key head.
 
     `rank` of the direction's projection, `conv` the width of the short causal convolution on it
-    (0 for none), `scale` the attention scale (1/sqrt(head_dim) unless `attend` is told otherwise).
+    (0 for none).
     """
 
     transforms = True
     contextual = True
     nonpositive = False
 
-    def __init__(
-        self, shape: HeadShape, *, rank: int = 32, conv: int = 3, scale: float | None = None
-    ) -> None:
+    def __init__(self, shape: HeadShape, *, rank: int = 32, conv: int = 3) -> None:
         super().__init__(shape)
         if rank < 1 or conv < 0:
             raise ValueError(f"rank must be positive and conv >= 0, got rank={rank}, conv={conv}")
         assert shape.width is not None
-        self.scale = shape.head_dim**-0.5 if scale is None else scale
         features = shape.kv_heads * shape.head_dim
-        self.down = nn.Linear(shape.width, rank, bias=False)
-        self.up = nn.Linear(rank, features, bias=False)
+        self.down = WideLinear(shape.width, rank, bias=False)
+        self.up = WideLinear(rank, features, bias=False)
         self.conv = nn.Conv1d(features, features, conv, groups=features, bias=False) if conv else None
-        self.strength = nn.Linear(shape.width, shape.kv_heads)
+        self.strength = WideLinear(shape.width, shape.kv_heads)
         self.lookback = max(1, conv - 1)
         self.reset_parameters()
 
@@ -56,10 +54,10 @@ class PaTH(Encoding):
         direction = direction.unflatten(1, (self.shape.kv_heads, -1)).transpose(2, 3)
         w = F.normalize(direction.to(tokens.working), dim=-1)
         beta = 2 * torch.sigmoid(self.strength(tokens.x).to(tokens.working)).transpose(1, 2)
-        scale = torch.full((1, 1, tokens.q.shape[2]), self.scale, dtype=tokens.working, device=w.device)
-        query = {"q": tokens.q.to(tokens.working), "scale": scale}
+        query = {"q": tokens.q.to(tokens.working)}
         key = {"k": tokens.k.to(tokens.working), "w": w, "beta": beta}
-        return Encoded(tokens.q, tokens.k, TileBias(_path_tile, query, key), state)
+        bias = TileBias(_path_tile, query, key, scale=self.shape.head_dim**-0.5)
+        return Encoded(tokens.q, tokens.k, bias, state)
 
     def _convolve(self, features: Tensor, state: State) -> tuple[Tensor, State]:
         """Depthwise, causal, zero before the first token; the state is the tail it still needs."""
@@ -68,12 +66,14 @@ class PaTH(Encoding):
         tail = self.conv.kernel_size[0] - 1
         before = F.pad(features, (tail, 0))
         if state is not None:
-            before = torch.cat([F.pad(state, (tail, 0))[..., state.shape[-1] :], features], -1)
-        return (self.conv(before) if features.shape[-1] else features), before
+            before = torch.cat([F.pad(state, (tail, 0))[..., state.shape[-1] :].to(features), features], -1)
+        if features.shape[-1] == 0:
+            return features, before
+        return F.conv1d(before, self.conv.weight.to(before.dtype), groups=self.conv.groups), before
 
 
 def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:
-    """scale * (k_j^T H_{j+1} … H_t q_t - k_j^T q_t) for all rows and columns of a tile.
+    """k_j^T H_{j+1} … H_t q_t - k_j^T q_t for all rows and columns of a tile; not yet scaled.
 
     Walking back from t, y_s = beta_s <w_s, q> and q <- q - y_s w_s. Written out for all s at once this
     is one triangular system, (I + diag(beta) striu(W W^T)) y = beta * (W q), and the score loses
@@ -95,4 +95,4 @@ def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mappi
         system + torch.eye(len(s), dtype=q.dtype, device=q.device), right, upper=True, unitriangular=True
     )
     lost = (w @ k.transpose(-1, -2)).masked_fill(s.unsqueeze(-1) <= j, 0.0)
-    return -query["scale"][:, :, rows].unsqueeze(-1) * (steps.transpose(-1, -2) @ lost)
+    return -(steps.transpose(-1, -2) @ lost)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..bias import LINKS, Link, PathBias, ProbeRotation
 from ..groups import PlaneRotation
+from ..precision import WideLinear
 from .additive import SlopeEncoding
 from .base import Encoded, HeadShape, State, Tokens
 
@@ -52,7 +53,7 @@ class PathIntegral(SlopeEncoding):
         self.projection = None
         if probe == "linear":
             assert shape.width is not None
-            self.projection = nn.Linear(shape.width, shape.kv_heads * (probe_dim or 8), bias=False)
+            self.projection = WideLinear(shape.width, shape.kv_heads * (probe_dim or 8), bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

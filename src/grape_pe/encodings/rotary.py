@@ -15,7 +15,6 @@ from ..groups import (
     MixtureRotation,
     PlaneRotation,
     Rank2Rotation,
-    exact_dtype,
     orthogonal_from,
     orthonormal_columns,
     quarter_turn,
@@ -23,7 +22,8 @@ from ..groups import (
     unitary_from,
 )
 from ..groups.rotation import Layout
-from .base import Encoded, Encoding, HeadShape, State, Tokens
+from ..precision import exact_dtype, ignores_autocast
+from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .clock import Clock, Gate, softplus_inverse
 from .frequencies import Axes, Frequencies, Spectrum, log_uniform
 
@@ -50,6 +50,7 @@ class RotationEncoding(Encoding):
     def _turn(self, element: Any, x: Tensor) -> Tensor:
         return element.apply(x)
 
+    @ignores_autocast
     def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
         """G(n - offset) = G(-offset) G(n): one more turn of what is already turned."""
         k = super().rebase_keys(k, offset)
@@ -171,7 +172,7 @@ class BasisRotary(Rotary):
             raise ValueError(f'a unitary basis needs an even head_dim, got {d}; use basis="orthogonal"')
         self.kind = basis
         size = (heads, d, d) if basis == "orthogonal" else (heads, 2, d // 2, d // 2)
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = own_parameter(*size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -209,8 +210,8 @@ class PlaneRotary(RotationEncoding):
         if shape.head_dim < 2:
             raise ValueError(f"a plane needs head_dim >= 2, got {shape.head_dim}; use nope")
         self.layout = layout
-        self.a = nn.Parameter(torch.empty(shape.kv_heads, shape.head_dim))
-        self.b = None if tied else nn.Parameter(torch.empty(shape.kv_heads, shape.head_dim))
+        self.a = own_parameter(shape.kv_heads, shape.head_dim)
+        self.b = None if tied else own_parameter(shape.kv_heads, shape.head_dim)
         self.frequency = Frequencies(1, groups=shape.kv_heads, spectrum=(frequency,), learned=True)
         self.reset_parameters()
 
@@ -255,18 +256,18 @@ class MixtureRotary(RotationEncoding):
             )
         heads = shape.kv_heads if per_head else 1
         self.rank, self.base = rank, base
-        self.frame = nn.Parameter(torch.empty(heads, shape.head_dim, rank))
-        self.pairs = nn.Parameter(torch.empty(2, heads, coords, rank - 1, rank))
+        self.frame = own_parameter(heads, shape.head_dim, rank)
+        self.pairs = own_parameter(2, heads, coords, rank - 1, rank)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """A chain of planes (e_k, e_k+1): every other one a plane of RoPE, the links between them weak."""
         nn.init.normal_(self.frame)  # made orthonormal on use
         theta = log_uniform(self.rank // 2, self.base)
-        strength = torch.empty(self.rank - 1)
+        strength = torch.empty(self.rank - 1, dtype=torch.float32)
         strength[0::2] = theta
         strength[1::2] = 0.1 * (theta[:-1] * theta[1:]).sqrt()
-        eye = torch.eye(self.rank)
+        eye = torch.eye(self.rank, dtype=torch.float32)
         with torch.no_grad():
             # L(b, a) turns by +theta where L(a, b) turns by -theta
             self.pairs[0] = strength.sqrt()[:, None] * eye[1:]

@@ -10,13 +10,13 @@ A group element is a frozen dataclass with the same verbs everywhere: `apply` (n
 matrix), `as_matrix`, `compose`, `inverse`.
 """
 
+from ..precision import exact_dtype
 from .mixture import JointMixtureRotation, MixtureRotation, orthonormal_columns, skew_from_pairs
 from .rank2 import Rank2Rotation, complex_structure, quarter_turn, rank2_generator
 from .rotation import (
     BasisRotation,
     DenseRotation,
     PlaneRotation,
-    exact_dtype,
     matrix_exp,
     orthogonal_from,
     reduce_angle,

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..precision import exact_dtype, ignores_autocast, working_dtype
 from .rank2 import rank2_generator, sinc_of_square
-from .rotation import exact_dtype, matrix_exp
+from .rotation import batch_first, matrix_exp
 
 
 def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
@@ -30,39 +30,89 @@ def orthonormal_columns(weight: Tensor) -> Tensor:
     W becomes (the Cholesky factor of W^T W would square its condition number).
     """
     q, r = torch.linalg.qr(weight.to(exact_dtype(weight.device)))
-    return torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2) * q
+    return torch.where(r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -q, q)
 
 
 class _SkewExp(torch.autograd.Function):
-    """(y, L_r, n) -> exp(n L_r) y, for y (..., T, r), L_r (..., r, r), n (..., T)."""
+    """(y, L_r, n) -> exp(n L_r) y, for y (..., T, r), L_r (..., r, r), n (..., T).
+
+    The first backward pass uses the decomposition. A pass that is itself to be differentiated cannot
+    (eigenvectors have no derivative where eigenvalues meet) and takes dense exponentials, one a token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
+    def forward(y: Tensor, skew: Tensor, n: Tensor) -> tuple[Tensor, ...]:
         mu, basis = torch.linalg.eigh(1j * skew)  # L_r = U diag(-i mu) U^H
         half = torch.exp(-0.5j * n.unsqueeze(-1) * mu.unsqueeze(-2))  # half angles: see backward
         work = torch.complex128 if y.dtype == torch.float64 else torch.complex64
         modes = y.to(work) @ basis.conj().to(work)
         out = ((modes * half.square().to(work)) @ basis.mT.to(work)).real
-        ctx.save_for_backward(modes, mu, basis, half, n)
-        ctx.shapes = y.shape, skew.shape
-        return out.to(y.dtype)
+        return out.to(y.dtype, copy=True), modes, mu, basis, half  # a view would have no forward mode
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        modes, mu, basis, half, n = ctx.saved_tensors
-        y_shape, skew_shape = ctx.shapes
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs, *output)
+        ctx.save_for_forward(*inputs, output[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        y, skew, n, out, modes, mu, basis, half = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable_backward(grad, y, skew, n, out, ctx.needs_input_grad)
         g = grad.to(modes.dtype) @ basis.conj().to(modes.dtype)
-        phase = half.square().to(modes.dtype)
-        back = g * phase.conj()
+        back = g * half.square().to(modes.dtype).conj()
         grad_y = (back @ basis.mT.to(modes.dtype)).real.to(grad.dtype)
         grad_n = grad_skew = None
         if ctx.needs_input_grad[2]:
             rate = (back.conj() * modes * (-1j * mu).to(modes.dtype).unsqueeze(-2)).real.sum(-1)
             grad_n = rate.sum_to_size(n.shape).to(n.dtype)
         if ctx.needs_input_grad[1]:
-            grad_skew = _divided_difference_sum(g, modes, mu, half, n, basis, skew_shape)
-        return grad_y.sum_to_size(y_shape), grad_skew, grad_n
+            grad_skew = _divided_difference_sum(g, modes, mu, half, n, basis, skew.shape)
+        return grad_y.sum_to_size(y.shape), grad_skew, grad_n
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        y, skew, n, out = ctx.saved_tensors
+        dy, dskew, dn = tangents
+        change = torch.zeros_like(out) if dy is None else skew_exp_apply(dy, skew, n)
+        if dn is not None:  # d exp(n L) y / dn = L exp(n L) y
+            change = change + dn.unsqueeze(-1).to(out.dtype) * (out @ skew.mT.to(out.dtype))
+        if dskew is not None:
+            turned = _frechet(skew.unsqueeze(-3), dskew.unsqueeze(-3), n[..., None, None]).to(out.dtype)
+            change = change + (turned @ y.unsqueeze(-1)).squeeze(-1)
+        return change, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Any, Any]:
+        y, skew, n = inputs
+        y, skew, n = batch_first(dims, y, skew, n.unsqueeze(-1))  # n has an axis less than the others
+        out = _SkewExp.apply(y.expand(info.batch_size, *y.shape[1:]), skew, n.squeeze(-1))
+        return out, (0,) * len(out)
+
+
+def _differentiable_backward(
+    grad: Tensor, y: Tensor, skew: Tensor, n: Tensor, out: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of exp(n L) y in operations that have derivatives of any order."""
+    grad_y = grad_skew = grad_n = None
+    if needs[0]:
+        grad_y = skew_exp_apply(grad, skew, -n).sum_to_size(y.shape)
+    if needs[1]:
+        outer = grad.unsqueeze(-1) * y.unsqueeze(-2)  # d<g, exp(n L) y> = <g y^T, d exp(n L)>
+        change = _frechet(skew.mT.unsqueeze(-3), outer.to(skew.dtype), n[..., None, None])
+        grad_skew = change.sum(-3).sum_to_size(skew.shape)
+    if needs[2]:
+        grad_n = (grad * (out @ skew.mT.to(out.dtype))).sum(-1).sum_to_size(n.shape).to(n.dtype)
+    return grad_y, grad_skew, grad_n
+
+
+def _frechet(a: Tensor, direction: Tensor, n: Tensor) -> Tensor:
+    """The derivative of exp(n A) with A towards `direction`: a block of exp(n [[A, E], [0, A]])."""
+    a, direction = torch.broadcast_tensors(a, direction)
+    blocks = torch.cat([torch.cat([a, direction], -1), torch.cat([torch.zeros_like(a), a], -1)], -2)
+    size = a.shape[-1]
+    return matrix_exp(n * blocks)[..., :size, size:]
 
 
 def _divided_difference_sum(
@@ -91,8 +141,15 @@ def _pair_sum(left: Tensor, right: Tensor, shape: torch.Size) -> Tensor:
 
 
 def skew_exp_apply(y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
-    """exp(n L_r) y without forming a matrix for any token. Exact gradients to y, L_r and n."""
-    return _SkewExp.apply(y, skew, n)
+    """exp(n L_r) y without forming a matrix for any token. Exact gradients to y, L_r and n.
+
+    torch.compile cannot trace this custom function (its shapes, its forward mode): there the exponentials
+    are formed, an r x r matrix a token.
+    """
+    if torch.compiler.is_compiling():
+        turn = matrix_exp(n[..., None, None] * skew.unsqueeze(-3)).to(y.dtype)
+        return (turn @ y.unsqueeze(-1)).squeeze(-1)
+    return _SkewExp.apply(y, skew, n)[0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +160,13 @@ class MixtureRotation:
     skew: Tensor
     n: Tensor
 
+    @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
-        working = torch.promote_types(x.dtype, torch.float32)
+        working = working_dtype(x.dtype)
         frame = self.frame.to(working)
         inside = x.to(working) @ frame
         change = skew_exp_apply(inside, self.skew, self.n) - inside
-        return x + (change @ frame.transpose(-1, -2)).to(x.dtype)
+        return (x.to(working) + change @ frame.transpose(-1, -2)).to(x.dtype)
 
     def compose(self, other: MixtureRotation) -> MixtureRotation:
         if self.frame is not other.frame or self.skew is not other.skew:
@@ -142,12 +200,13 @@ class JointMixtureRotation:
         generators = (self.n[..., None, None] * self.skew.unsqueeze(-4)).sum(-3)
         return matrix_exp(generators)
 
+    @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
-        working = torch.promote_types(x.dtype, torch.float32)
+        working = working_dtype(x.dtype)
         frame = self.frame.to(working)
         inside = x.to(working) @ frame
         turned = (self._small().to(working) @ inside.unsqueeze(-1)).squeeze(-1)
-        return x + ((turned - inside) @ frame.transpose(-1, -2)).to(x.dtype)
+        return (x.to(working) + (turned - inside) @ frame.transpose(-1, -2)).to(x.dtype)
 
     def inverse(self) -> JointMixtureRotation:
         return JointMixtureRotation(self.frame, self.skew, -self.n)

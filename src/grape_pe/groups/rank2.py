@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .rotation import Layout, split_planes
+from ..precision import ignores_autocast, working_dtype
+from .rotation import Layout, join_planes, split_planes
 
 _SERIES = 1e-2  # below this z^2 the five-term series are exact to float64
 
@@ -26,11 +26,10 @@ def rank2_generator(a: Tensor, b: Tensor) -> Tensor:
 def quarter_turn(x: Tensor, layout: Layout = "half") -> Tensor:
     """J x: every coordinate plane turned by +90 degrees. An odd last coordinate goes to zero."""
     x1, x2 = split_planes(x, layout)
-    turned = torch.cat([-x2, x1], -1) if layout == "half" else torch.stack([-x2, x1], -1).flatten(-2)
-    return F.pad(turned, (0, x.shape[-1] % 2))
+    return join_planes(-x2, x1, x.shape[-1], layout)
 
 
-def complex_structure(width: int, layout: Layout = "half", dtype: torch.dtype | None = None) -> Tensor:
+def complex_structure(width: int, layout: Layout = "half", dtype: torch.dtype = torch.float32) -> Tensor:
     """J as a matrix: J^T = -J, J^2 = -I (on the first 2 * (D // 2) coordinates)."""
     return quarter_turn(torch.eye(width, dtype=dtype), layout).T
 
@@ -85,13 +84,14 @@ class Rank2Rotation:
         u = self.eta.square() * a.square().sum(-1) * b.square().sum(-1)  # (eta s)^2
         return self.eta * sinc_of_square(u), self.eta.square() * versine_of_square(u)
 
+    @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
         """Two inner products and one update in the plane; everything scalar stays in eta's dtype."""
         a, b = self._orthogonal_pair()
         f1, f2 = self.coefficients()
         alpha, beta = a.square().sum(-1), b.square().sum(-1)
         # x + f1 (a v - b u) - f2 (beta a u + alpha b v) with u = <a, x>, v = <b, x> (Eq. R4)
-        working = torch.promote_types(x.dtype, torch.float32)
+        working = working_dtype(x.dtype)
         a, b = a.to(working), b.to(working)
         pair = torch.stack([a, b], -1)  # (..., D, 2)
         uv = _contract(x.to(working), pair)
@@ -99,7 +99,7 @@ class Rank2Rotation:
             working
         )  # rows: coefficient of a, of b
         change = (turn * uv.unsqueeze(-2)).sum(-1)
-        return x + _expand(change, pair).to(x.dtype)
+        return (x.to(working) + _expand(change, pair)).to(x.dtype)
 
     def compose(self, other: Rank2Rotation) -> Rank2Rotation:
         if self.a is not other.a or self.b is not other.b:

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..precision import exact_dtype, ignores_autocast, working_dtype
 
 Layout = Literal["half", "interleaved"]
 TURN = 2 * math.pi
-
-
-def exact_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which positions, angles and running sums are formed: float64 where it exists."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def reduce_angle(angle: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,27 +38,76 @@ def split_planes(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return x[..., 0 : 2 * m : 2], x[..., 1 : 2 * m : 2]
 
 
+def join_planes(first: Tensor, second: Tensor, width: int, layout: Layout) -> Tensor:
+    """The inverse of `split_planes`; an odd last coordinate is zero."""
+    both = (
+        torch.cat([first, second], -1) if layout == "half" else torch.stack([first, second], -1).flatten(-2)
+    )
+    return F.pad(both, (0, width % 2))
+
+
 class _RotatePlanes(torch.autograd.Function):
-    """y = R(angle) x. The backward needs only y: dy/dangle = J y, whatever x was (Eq. M5)."""
+    """y = R(angle) x. The derivative needs only y: dy/dangle = J y, whatever x was (Eq. M5).
+
+    Differentiable any number of times. cos and sin are constants here: what depends on the
+    angle is differentiated through `angle`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        y = _turn(x, cos, sin, layout)
-        ctx.layout = layout
-        ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, angle, cos, sin)
-        return y
+    def forward(x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        return _turn(x, cos, sin, layout)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, angle, cos, sin, ctx.layout = inputs
+        ctx.save_for_backward(output if ctx.needs_input_grad[1] else None, angle, cos, sin)
+        ctx.save_for_forward(output, angle, cos, sin)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         y, angle, cos, sin = ctx.saved_tensors
-        grad_x = _turn(grad, cos, -sin, ctx.layout) if ctx.needs_input_grad[0] else None
-        grad_angle = None
-        if y is not None:
+        grad_x = grad_angle = None
+        if ctx.needs_input_grad[0]:
+            grad_x = rotate_planes(grad, -angle, cos, -sin, ctx.layout)
+        if ctx.needs_input_grad[1]:
             y1, y2 = split_planes(y.to(angle.dtype), ctx.layout)
             g1, g2 = split_planes(grad.to(angle.dtype), ctx.layout)
             grad_angle = torch.addcmul(g2 * y1, g1, y2, value=-1).sum_to_size(angle.shape)
         return grad_x, grad_angle, None, None, None
+
+
+class _RotatePlanesAnyMode(_RotatePlanes):
+    """Forward mode and vmap as well, which torch.compile cannot trace in a custom function."""
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, angle: Tensor | None, *_: None) -> Tensor:  # type: ignore[override]
+        y, at, cos, sin = ctx.saved_tensors
+        out = torch.zeros_like(y) if x is None else rotate_planes(x, at, cos, sin, ctx.layout)
+        if angle is None:
+            return out
+        y1, y2 = split_planes(y.to(angle.dtype), ctx.layout)
+        turned = join_planes(-y2 * angle, y1 * angle, y.shape[-1], ctx.layout)
+        return out + turned.to(out.dtype)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        *tensors, layout = inputs
+        x, angle, cos, sin = batch_first(dims, *tensors)
+        x = x.expand(info.batch_size, *x.shape[1:])
+        return rotate_planes(x, angle, cos, sin, layout), 0
+
+
+def rotate_planes(x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Turn every plane of x by its angle; cos and sin are those of the angle, without a gradient."""
+    function = _RotatePlanes if torch.compiler.is_compiling() else _RotatePlanesAnyMode
+    return function.apply(x, angle, cos, sin, layout)
+
+
+def batch_first(dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
+    """For rules of vmap: its axis in front, then as many axes for all, so that they broadcast as before."""
+    moved = [t.unsqueeze(0) if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=False)]
+    most = max(t.dim() for t in moved)
+    return [t.reshape(t.shape[0], *(1,) * (most - t.dim()), *t.shape[1:]) for t in moved]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -106,7 +152,7 @@ class PlaneRotation:
         shape = torch.broadcast_shapes(x.shape[:-1], self.angle.shape[:-1])
         if shape != x.shape[:-1]:
             x = x.expand(*shape, x.shape[-1])
-        return _RotatePlanes.apply(x, self.angle, self.cos, self.sin, self.layout)
+        return rotate_planes(x, self.angle, self.cos, self.sin, self.layout)
 
     def compose(self, other: PlaneRotation) -> PlaneRotation:
         if self.layout != other.layout:
@@ -133,17 +179,19 @@ class BasisRotation:
     basis: Tensor
     planes: PlaneRotation
 
+    @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
-        working = torch.promote_types(x.dtype, torch.float32)
+        working = working_dtype(x.dtype)
         turned = self.apply_in_basis(x.to(working))
         return (turned @ self.basis.transpose(-1, -2).to(working)).to(x.dtype)
 
+    @ignores_autocast
     def apply_in_basis(self, x: Tensor) -> Tensor:
         """R B^T x: the result in the basis's own coordinates.
 
         Scores are unchanged (the outer B cancels between query and key) and one product is saved.
         """
-        working = torch.promote_types(x.dtype, torch.float32)
+        working = working_dtype(x.dtype)
         return self.planes.apply(x.to(working) @ self.basis.to(working)).to(x.dtype)
 
     def compose(self, other: BasisRotation) -> BasisRotation:
@@ -173,8 +221,9 @@ def matrix_exp(generator: Tensor) -> Tensor:
     """exp of (..., D, D), accurate also for a lone matrix.
 
     torch has a wrong coefficient on the path that only a batch of one takes (pytorch#196592): 2e-10 off
-    in float64, 2e-5 in float32. A batch of two takes another.
+    in float64, 2e-5 in float32. A batch of two takes another. It also fails on some strides.
     """
+    generator = generator.contiguous()
     if generator.shape[:-2].numel() != 1:
         return torch.linalg.matrix_exp(generator)
     return torch.linalg.matrix_exp(torch.stack([generator, generator]))[0]
@@ -216,8 +265,10 @@ class DenseRotation:
 
     matrix: Tensor
 
+    @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
-        return (self.matrix.to(x.dtype) @ x.unsqueeze(-1)).squeeze(-1)
+        working = working_dtype(x.dtype)
+        return (self.matrix.to(working) @ x.to(working).unsqueeze(-1)).squeeze(-1).to(x.dtype)
 
     def compose(self, other: DenseRotation) -> DenseRotation:
         return DenseRotation(self.matrix @ other.matrix)

@@ -24,10 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 TILE = 64  # BQ and BK of tiles.cpp
-LANES = 16  # widths are padded to a multiple of this
 SOURCES = ("simd.h", "tiles.cpp")
 COMPILE = ["-c", "tiles.cpp", "-o", "tiles.o", "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp"]
 COMPILE += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
@@ -36,19 +34,20 @@ COMPILE += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 # load, link one of our own.
 LINK = (["-shared", "tiles.o", "-o", "shared.so"], ["-shared", "tiles.o", "-fopenmp", "-o", "own.so"])
 
-_SIZES = "B H KV Tq Tk D Dv R P Pw causal window bounded threads splits want_slope want_c"
+_SIZES = "B H KV HP Tq Tk D Dv R P causal window sinks bounded threads splits"
+_STRIDES = "cq_stride ck_stride rq_stride rk_stride"
 _POINTERS = (
-    "q k v cq_high cq_low ck_high ck_low rate_q rate_k probe_q probe_k path_rate documents padding "
-    "q_norm k_norm c_max_high c_max_low c_min_high c_min_low rate_min rate_max order out norms work "
-    "d_out d_q d_k d_v d_cq d_ck d_rate_q d_rate_k d_probe_q d_probe_k d_path_rate"
+    "q k v c_q c_k rate_q rate_k probe_q probe_k path_rate documents padding out lse norms work "
+    "key_norm slope_range d_out d_lse d_q d_k d_v d_cq d_ck d_rate_q d_rate_k d_probe_q d_probe_k d_path_rate"
 )
 
 
 class Problem(ctypes.Structure):
-    """Mirror of `Problem` in tiles.cpp: sizes, two reals, pointers."""
+    """Mirror of `Problem` in tiles.cpp: sizes, strides, two reals, pointers."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _SIZES.split()),
+        *((name, ctypes.c_int64 * 4) for name in _STRIDES.split()),
         ("scale", ctypes.c_float),
         ("tau", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in _POINTERS.split()),
@@ -235,13 +234,9 @@ def _fingerprint(compiler: str, texts: dict[str, bytes]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
-def run(name: str, sizes: dict[str, int], scale: float, tau: float, arrays: dict[str, Tensor | None]) -> None:
-    """Call grape_forward or grape_backward; every tensor must be contiguous and live until we return."""
-    problem = Problem(scale=scale, tau=tau, threads=torch.get_num_threads(), **sizes)
-    for field, tensor in arrays.items():
-        if tensor is not None:
-            assert tensor.is_contiguous(), field
-            setattr(problem, field, tensor.data_ptr())
+def run(name: str, problem: Problem) -> None:
+    """Call grape_forward or grape_backward; whoever made `problem` keeps its arrays alive meanwhile."""
     opened = library()
-    assert opened is not None
+    if opened is None:
+        raise RuntimeError(f"the compiled CPU attention kernel is not available: {why_not()}")
     getattr(opened, name)(ctypes.byref(problem))

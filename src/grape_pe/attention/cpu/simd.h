@@ -1,18 +1,20 @@
 // Vectors, their elementary functions and one matrix product: what tiles.cpp is written in.
 //
-// GCC/Clang vector extensions only, so the same text serves AVX-512, AVX2 and NEON. Compiled without
+// GCC/Clang vector extensions only, so the same text serves AVX-512, AVX, SSE and NEON. Compiled without
 // -ffast-math: a NaN that enters must leave.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512F__
-constexpr int W = 16;   // lanes
-constexpr int NV = 4;   // vectors to a panel of the matrix product: 6 x 4 accumulators of 32 registers
+#if defined(__AVX512F__)
+constexpr int W = 16, NV = 4;  // lanes; vectors to a panel of the matrix product: 6 x 4 accumulators of 32 registers
+#elif defined(__AVX__)
+constexpr int W = 8, NV = 2;
+#elif defined(__aarch64__)
+constexpr int W = 4, NV = 4;
 #else
-constexpr int W = 8;
-constexpr int NV = 2;
+constexpr int W = 4, NV = 2;
 #endif
 
 typedef float vf __attribute__((vector_size(W * 4)));
@@ -22,6 +24,7 @@ typedef float vfu __attribute__((vector_size(W * 4), aligned(4), may_alias));
 
 static inline vf load(const float *p) { return *(const vfu *)p; }
 static inline void store(float *p, vf x) { *(vfu *)p = x; }
+static inline vi loadi(const int32_t *p) { vi x; memcpy(&x, p, sizeof x); return x; }
 static inline vf all(float x) { return x - vf{}; }  // x - 0 is x, which x + 0 is not: it folds to a broadcast
 static inline vi alli(int32_t x) { return vi{} + x; }
 static inline vi bits(vf x) { vi y; memcpy(&y, &x, sizeof y); return y; }
@@ -81,17 +84,14 @@ static inline vf vlog1p(vf u) {
     return all(2.0f) * s * (p * w) + all(2.0f) * s;
 }
 
-// The links g of Eq. P1 and their derivatives; `bounded` is sigmoid - 1.
-static inline vf link(vf z, bool bounded) {
-    vf e = vexp(-vabs(z));
-    if (!bounded) return vmin(z, vf{}) - vlog1p(e);
-    return -((z < vf{} ? all(1.0f) : e) / (e + all(1.0f)));
-}
+// The links g of Eq. P1, logsigmoid or (`bounded`) sigmoid - 1, and on demand their derivatives.
+struct Link { vf value, slope; };
 
-static inline vf link_slope(vf z, bool bounded) {
-    vf e = vexp(-vabs(z)), r = all(1.0f) / (e + all(1.0f));
-    if (bounded) return e * r * r;
-    return (z < vf{} ? all(1.0f) : e) * r;
+static inline Link link(vf z, bool bounded, bool with_slope) {
+    vf e = vexp(-vabs(z)), r = bounded || with_slope ? all(1.0f) / (e + all(1.0f)) : vf{};
+    vf falling = (z < vf{} ? all(1.0f) : e) * r;  // sigmoid(-z)
+    if (bounded) return {-falling, e * r * r};
+    return {vmin(z, vf{}) - vlog1p(e), falling};
 }
 
 // (high, low) += x without losing what falls off the end (two-sum).
@@ -101,8 +101,10 @@ static inline void add_exactly(vf &high, vf &low, vf x) {
     high = sum;
 }
 
-// c[M x N] (+)= a[M x K] b[K x N]; a has any strides (it is broadcast), b and c have contiguous rows
-// and N is a multiple of W.
+// c[M x N] (+)= a[M x K] b[K x N]; a has any strides (it is broadcast), b and c have contiguous rows. Where N is not
+// a multiple of W, M and K must be at most GEMM_ROWS.
+constexpr int GEMM_ROWS = 64;
+
 template <int MR, int NR>
 static inline void micro(const float *a, long rs, long cs, const float *b, long ldb, float *c, long ldc,
                          int K, bool add) {
@@ -139,5 +141,11 @@ static void gemm(int M, int N, int K, const float *a, long rs, long cs, const fl
     int n = 0;
     for (; n + NV * W <= N; n += NV * W) panel<NV>(M, K, a, rs, cs, b + n, ldb, c + n, ldc, add);
     for (; n + 2 * W <= N; n += 2 * W) panel<2>(M, K, a, rs, cs, b + n, ldb, c + n, ldc, add);
-    for (; n < N; n += W) panel<1>(M, K, a, rs, cs, b + n, ldb, c + n, ldc, add);
+    for (; n + W <= N; n += W) panel<1>(M, K, a, rs, cs, b + n, ldb, c + n, ldc, add);
+    if (n == N) return;
+    float part_b[GEMM_ROWS * W] = {}, part_c[GEMM_ROWS * W];  // fewer columns than a vector: by padded copies
+    for (int k = 0; k < K; k++) memcpy(part_b + k * W, b + k * ldb + n, (N - n) * sizeof(float));
+    panel<1>(M, K, a, rs, cs, part_b, W, part_c, W, false);
+    for (int m = 0; m < M; m++)
+        for (int i = n; i < N; i++) c[m * ldc + i] = part_c[m * W + i - n] + (add ? c[m * ldc + i] : 0.0f);
 }

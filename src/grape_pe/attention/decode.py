@@ -1,0 +1,133 @@
+"""A few queries against many keys, without gradients: decoding. The bias is formed as dense rows.
+
+Keys that cannot matter are not even read: when an upper bound of |k| is known (a cache keeps one), the row
+of the bias alone tells from where on a logit can reach the row's own diagonal one, less tau.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..bias import Bias
+from .masks import Masks, finite_tokens, readable
+from .pruning import AUTO, OFF, Prune, as_number, count, nats
+
+FEW = 16  # queries: beyond this a tile kernel is faster, and a row would no longer be small
+WORTH = 2048  # keys: below this reading them all is cheaper than asking which to skip
+
+
+def why_not_decode(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
+    if q.shape[2] > FEW:
+        return f"it forms the bias as rows, which is for at most {FEW} queries"
+    tensors = (q, k, v, *bias.views().values(), *bias.traces().values())
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "it is for decoding: gradients through dense rows would take torch's slow path"
+    return None
+
+
+def attend_decode(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
+) -> tuple[Tensor, None]:
+    if 0 in (*q.shape, k.shape[2], v.shape[-1]):
+        return v.new_zeros(*q.shape[:3], v.shape[-1]), None
+    rows, visible = _rows(q, k, bias, masks)
+    first = None if rows is None else _first_keys(q, k, rows, scale, prune, masks.key_bound)
+    total = k.shape[1] * k.shape[2]
+    count(total - sum(first or []), total)
+    if readable(q) and q.device.type == "cpu":
+        out = _attend_rows(q, k, v, rows, scale, first)
+        if bool(out.isnan().any() | (out == 0).all(-1).any()):  # torch gives zeros for a row of NaNs
+            out = _attend_not_finite(q, k, v, rows, visible, scale)
+    elif visible is None:
+        out = _attend_rows(q, k, v, rows, scale, None)
+    else:  # values may not be looked at, and what is hidden must not spread
+        out = _attend_not_finite(q, k, v, rows, visible, scale)
+    return (out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)), None
+
+
+def _rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> tuple[Tensor | None, Tensor | None]:
+    """(B|1, H|1, Tq, Tk): the bias, -inf where hidden (None: zero); and what is visible (None: all).
+
+    The bias is never rounded to half precision: about -50 the numbers of bfloat16 are 0.25 apart.
+    """
+    every = slice(0, q.shape[2]), slice(0, k.shape[2])
+    tile = bias.tile(*every)
+    if tile is not None:
+        tile = tile.to(torch.promote_types(q.dtype, torch.float32))
+    if masks.plain and (q.shape[2] == 1 or not masks.causal):
+        return tile, None
+    visible = masks.tile(*every)
+    shown = q.new_zeros(()) if tile is None else tile
+    return torch.where(visible, shown, float("-inf")), visible
+
+
+def _attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float, first: list[int] | None
+) -> Tensor:
+    """Attention with these rows added to the logits, in the dtype of the rows if that is wider than q's.
+
+    Then a key head at a time: all keys in float32 would be three times the memory there is, and slower.
+    """
+    if rows is None:
+        return _sdpa(q, k, v, None, scale)
+    rows = rows.expand(q.shape[0], q.shape[1], *rows.shape[2:])
+    if first is None and rows.dtype == q.dtype:
+        return _sdpa(q, k, v, rows, scale)
+    group = q.shape[1] // k.shape[1]
+    parts = []
+    for head, start in enumerate([0] * k.shape[1] if first is None else first):
+        mine, key = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        queries, keys, values = (x.to(rows.dtype) for x in (q[:, mine], k[:, key, start:], v[:, key, start:]))
+        parts.append(_sdpa(queries, keys, values, rows[:, mine, :, start:], scale))
+    return torch.cat(parts, 1).to(v.dtype)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
+    width, size = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    if scale <= 0:  # torch multiplies the -inf of its mask by it
+        q, scale = (-q, -scale) if scale < 0 else (0.0 * q, 1.0)
+    if q.shape[-1] != width:  # the flash kernels want one width
+        q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+    options = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=rows, scale=scale, **options)[..., :width]
+
+
+def _first_keys(
+    q: Tensor, k: Tensor, rows: Tensor, scale: float, prune: Prune, key_bound: Tensor | None
+) -> list[int] | None:
+    """For each key head the first key that any of its rows may need; None when all are to be read.
+
+    A row has at least the logit of its newest visible key, exactly; no other exceeds |q| max|k| plus bias.
+    """
+    choice, group = as_number(prune), q.shape[1] // k.shape[1]
+    if key_bound is None or choice == OFF or k.shape[2] < WORTH or q.device.type != "cpu" or not readable(q):
+        return None
+    q = q.to(torch.promote_types(q.dtype, torch.float32))  # a norm rounded down would be no bound
+    tau = nats(k.shape[2]) if choice == AUTO else choice
+    bound = q.norm(dim=-1).unflatten(1, (-1, group)) * key_bound[:, :, None, None] * abs(scale)
+    need = (_newest_logits(q, k, rows, scale).unflatten(1, (-1, group)) - bound - tau).flatten(1, 2)
+    matters = ~(rows < need.unsqueeze(-1))  # (B, H, Tq, Tk); a NaN matters
+    by_key = matters.unflatten(1, (-1, group)).any(3).any(2).any(0)  # (Hkv, Tk)
+    return by_key.to(torch.uint8).argmax(-1).tolist()
+
+
+def _newest_logits(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """(B, H, Tq): the logit of each row's own key; -inf (so that nothing is skipped) where it is hidden."""
+    count = q.shape[2]
+    own = k[:, :, -count:].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return (q * own).sum(-1) * scale + rows[..., -count:].diagonal(dim1=-2, dim2=-1)
+
+
+def _attend_not_finite(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, visible: Tensor | None, scale: float
+) -> Tensor:
+    """The same when something is not finite: torch's products 0 * NaN would spread what is hidden."""
+    bad_q, bad_k = ~finite_tokens(q).unsqueeze(-1), ~finite_tokens(k, v)
+    seen = bad_k.unsqueeze(2) if visible is None else visible & bad_k.unsqueeze(2)  # (B, Hkv, Tq|1, Tk)
+    spoiled = bad_q | seen.any(-1, keepdim=True).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if rows is not None:
+        spoiled = spoiled | rows.isnan().any(-1, keepdim=True)
+    q, k, v = q.masked_fill(bad_q, 0.0), *(x.masked_fill(bad_k.unsqueeze(-1), 0.0) for x in (k, v))
+    return _attend_rows(q, k, v, rows, scale, None).masked_fill(spoiled, float("nan"))

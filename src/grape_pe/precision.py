@@ -1,0 +1,59 @@
+"""The precision of positions, angles, gates and rotations, under any autocast and default dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which positions, angles and running sums are formed: float64 where it exists."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tensors of `dtype` are multiplied: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast rounds the inputs of matrix products, which undoes an upcast to float32."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def ignores_autocast(
+    method: Callable[Concatenate[Any, Tensor, Args], Result],
+) -> Callable[Concatenate[Any, Tensor, Args], Result]:
+    """Decorates a method whose first argument is a tensor: it runs with autocast off."""
+
+    @functools.wraps(method)
+    def run(self: Any, x: Tensor, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with without_autocast(x):
+            return method(self, x, *args, **kwargs)
+
+    return run
+
+
+class WideLinear(nn.Linear):
+    """A linear layer computed in at least float32, also under autocast and with weights in half precision.
+
+    For gates and probes: a running sum adds up their rounding errors.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = working_dtype(x.dtype)
+        bias = None if self.bias is None else self.bias.to(wide)
+        with without_autocast(x):
+            return F.linear(x.to(wide), self.weight.to(wide), bias)

@@ -1,0 +1,107 @@
+"""Attention with every kind of bias and mask, computed densely: shares no code with `attend`.
+
+Letters: B batch, H query heads, T tokens (t queries, j keys, l tokens of a path), D features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
+) -> Tensor:
+    """softmax(scale q k^T + b) v over visible keys in `working`, rounded to v's dtype; else zero."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.to(working).repeat_interleave(group, 1) for x in (k, v))
+    logits = scale * torch.einsum("bhtd,bhjd->bhtj", q.to(working), keys)
+    extra = dense_bias(bias, scale, working)
+    if extra is not None:
+        logits = logits + extra.to(working)
+    if logits.numel() == 0:
+        return torch.einsum("bhtj,bhjd->bhtd", logits, values).to(v.dtype)
+    seen = visible.any(-1, keepdim=True)
+    weight = logits.masked_fill(seen & ~visible, -torch.inf).softmax(-1) * seen
+    return torch.einsum("bhtj,bhjd->bhtd", weight, values).to(v.dtype)
+
+
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
+) -> Tensor:
+    """Torch's fused attention in q's dtype, where there is no bias and something to see."""
+    if not isinstance(bias, NoBias) or not bool(visible.any(-1).all()) or q.numel() == 0:
+        return dense_attention(q, k, v, bias, visible, scale, working)
+    mask = None if bool(visible.all()) else visible
+    width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])  # the fused kernel wants one width
+    q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return y[..., :width]
+
+
+def dense_bias(bias: Bias, scale: float, working: torch.dtype) -> Tensor | None:
+    """b(t, j) for all pairs, each kind by its formula."""
+    match bias:
+        case NoBias():
+            return None
+        case SlopeTerm():
+            return _slope(bias, working)
+        case SlopeBias():
+            return sum(_slope(term, working) for term in bias.terms)  # type: ignore[return-value]
+        case PathBias():
+            return _path(bias, working)
+        case TileBias():
+            rows, cols = (slice(0, n or 0) for n in (bias.query_length, bias.key_length))
+            tile = bias.function(rows, cols, bias.query, bias.key)
+            return tile if bias.scale is None else scale * tile
+        case SumBias():
+            parts = [part for part in (dense_bias(b, scale, working) for b in bias.parts) if part is not None]
+            return sum(part.to(working) for part in parts)  # type: ignore[return-value]
+    raise TypeError(f"no dense formula for {type(bias).__name__}")
+
+
+def _slope(term: SlopeTerm, working: torch.dtype) -> Tensor:
+    offset = term.c_k.double()[:, :, None, :] - term.c_q.double()[:, :, :, None]
+    total: Any = 0.0
+    if term.rate_q is not None:
+        total = total + term.rate_q.to(working)[:, :, :, None] * offset.to(working)
+    if term.rate_k is not None:
+        total = total + term.rate_k.to(working)[:, :, None, :] * offset.to(working)
+    return total  # type: ignore[no-any-return]
+
+
+def _path(bias: PathBias, working: torch.dtype) -> Tensor:
+    heads = bias.rate.shape[1] // bias.probe_q.shape[1]
+    probe_q, probe_k = (p.to(working).repeat_interleave(heads, 1) for p in (bias.probe_q, bias.probe_k))
+    z = torch.einsum("bhtp,bhlp->bhtl", probe_q, probe_k) / probe_k.shape[-1]
+    edge = F.logsigmoid(z) if bias.link == "logsigmoid" else torch.sigmoid(z) - 1
+    queries, keys = z.shape[-2:]
+    t = torch.arange(queries)[:, None, None] + keys - queries
+    j, token = torch.arange(keys)[:, None], torch.arange(keys)
+    between = ((token > j) & (token <= t)).to(working)  # (t, j, l)
+    return bias.rate.to(working)[..., None] * torch.einsum("bhtl,tjl->bhtj", edge, between)
+
+
+def visible_keys(queries: int, keys: int, masks: dict[str, Any]) -> Tensor:
+    """(B|1, 1, t, j): True where the query sees the key, from the arguments of `attend`."""
+    t = torch.arange(queries)[:, None] + keys - queries
+    j = torch.arange(keys)[None, :]
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    if masks.get("causal", True):
+        seen = seen & (j <= t)
+    if masks.get("window") is not None:
+        seen = seen & (((t - j).abs() < masks["window"]) | (j < masks.get("sinks", 0)))
+    documents = masks.get("documents")
+    if masks.get("cu_seqlens") is not None:
+        documents = sum((j[0] >= end).long() for end in masks["cu_seqlens"].tolist())
+    if documents is not None:
+        ids = documents if documents.dim() == 2 else documents[None]
+        seen = seen & (ids[:, None, keys - queries :, None] == ids[:, None, None, :])
+    if masks.get("key_padding") is not None:
+        seen = seen & ~masks["key_padding"][:, None, None, :]
+    return seen
