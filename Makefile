@@ -3,20 +3,24 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/installed
+PIP := $(BIN)/python -m pip install -q -c constraints.txt
 
 .PHONY: install test test-slow lint demo bench docs clean
 
-install: $(STAMP)
+install: .venv/dev
 
 # torch first and by its exact version: an open range may pull several GB of CUDA packages.
-$(STAMP): pyproject.toml constraints.txt
+.venv/torch: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
-	touch $(STAMP)
+	$(PIP) torch
+	touch $@
 
-lint: install
+# What the demo needs, and what the checks need beyond that.
+.venv/lab .venv/dev: .venv/torch pyproject.toml
+	$(PIP) -e ".[$(@F)]"
+	touch $@
+
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -24,19 +28,19 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-slow: install
+test-slow: .venv/dev
 	$(BIN)/python -m pytest -n 2 -m slow
 
-demo: install
+demo: .venv/lab
 	$(BIN)/grape compare demo --out results/demo
 
-bench: install
+bench: .venv/lab
 	$(BIN)/grape bench rotation
 	$(BIN)/grape bench attention
 	$(BIN)/grape bench decode
 	$(BIN)/grape bench train
 
-docs: install
+docs: .venv/dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

@@ -1,4 +1,7 @@
-"""Export a model with a learned spectrum to a plain Llama that stock transformers loads."""
+"""Export a model with a learned spectrum to a plain Llama that stock transformers loads.
+
+Needs Hugging Face: pip install 'grape-pe[hf]'
+"""
 
 import json
 import tempfile

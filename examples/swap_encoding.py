@@ -2,13 +2,15 @@
 
 A random Llama stands in for a pretrained one, so that this runs offline; use
 `AutoModelForCausalLM.from_pretrained(…)` for yours.
+
+Needs Hugging Face: pip install 'grape-pe[hf]'
 """
 
 import tempfile
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grape_pe.hf import adapt, load_adapter, new_parameters, save_adapter
 
@@ -48,6 +50,9 @@ def main() -> None:
         again = load_adapter(LlamaForCausalLM(CONFIG).eval(), path)
         apart = (again(tokens).logits - model(tokens).logits).abs().max()
         print(f"reloaded from an adapter of {path.stat().st_size} bytes: logits differ by {apart:.1e}")
+        model.save_pretrained(directory)  # the whole model, as Trainer saves it
+        whole = AutoModelForCausalLM.from_pretrained(directory)
+        print(f"reloaded as a {type(whole).__name__} with encoding {whole.config.encoding}")
     print("generated:", model.generate(tokens[:1, :4], max_new_tokens=8, do_sample=False)[0, 4:].tolist())
 
 

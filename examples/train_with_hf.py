@@ -1,4 +1,7 @@
-"""Train a small GRAPE model with Hugging Face's Trainer, on text that every Python carries."""
+"""Train a small GRAPE model with Hugging Face's Trainer, on text that every Python carries.
+
+Needs Hugging Face: pip install 'grape-pe[hf]'
+"""
 
 import pydoc_data.topics
 import tempfile

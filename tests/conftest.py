@@ -1,5 +1,11 @@
-"""One thread a worker: tests are many and small, and run side by side."""
+"""One thread a worker: tests are many and small, and run side by side.
+
+The CPU kernel is built before the first test, so that its line on stderr and its time belong to none of them.
+"""
 
 import torch
 
+from grape_pe.attention.cpu import build
+
 torch.set_num_threads(1)
+build.available()

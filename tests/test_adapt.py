@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grape_pe.hf import adapt, load_adapted, load_adapter, new_parameters, save_adapted, save_adapter
+from grape_pe.hf import adapt, load_adapter, new_parameters, save_adapter
 from grape_pe.testing import TOL
 
 NAMES = ["grape-m", "grape-m-basis", "rope+alibi", "rope+fox", "rope+grape-a-qk", "rope+grape-a-phase",
@@ -139,17 +138,6 @@ def test_adapter_file(shared, tmp_path):
     assert path.stat().st_size < 40_000 and [p.name for p in tmp_path.iterdir()] == ["ap.safetensors"]
 
 
-def test_whole_model(tmp_path):
-    model, ids = pretrained("llama"), tokens()
-    stir(adapt(model, "rope+fox", train="all"))
-    with torch.no_grad():
-        model.lm_head.weight.add_(0.1)
-        save_adapted(model, tmp_path)
-        close(load_adapted(tmp_path)(ids).logits, model(ids).logits)
-    with pytest.raises(Exception, match="config"):  # stock loading would silently lose the encoding
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
 def test_packed_positions():
     model = stir(adapt(pretrained(), "rope+fox"))
     parts = [tokens(1, 5), tokens(1, 4, seed=2)]
@@ -187,7 +175,7 @@ def test_refusals():
         adapt(pretrained(), "rope+foxx")
     with pytest.raises(ValueError, match=r"for example 'rope\+fox'"):
         adapt(pretrained(), "fox")
-    with pytest.raises(TypeError, match="adapt knows LlamaForCausalLM"):
+    with pytest.raises(TypeError, match="adapt takes LlamaForCausalLM"):
         adapt(torch.nn.Linear(2, 2), "grape-m")
     with pytest.raises(ValueError, match="already has 'grape-m'"):
         adapt(adapt(pretrained(), "grape-m"), "rope+fox")
@@ -231,3 +219,34 @@ def test_lora_on_top():
     lora(input_ids=ids, labels=ids).loss.backward()
     assert any(p.grad is not None for n, p in lora.named_parameters() if "lora_B" in n)
     lora.generate(input_ids=ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("hidden", [[6, 7], [2, 5, 9], [0, 3, 7, 8]])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_anywhere_changes_nothing(name, hidden):
+    model, ids = stir(adapt(pretrained(), name)), tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, hidden] = 0
+    kept = mask[0].bool()
+    with torch.no_grad():
+        want = model(ids[:1, kept]).logits[0], model(ids[1:]).logits[0]
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        cache, parts = DynamicCache(config=model.config), []
+        for a, b in ((0, 8), (8, 9), (9, 12)):
+            parts.append(model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits)
+        for got in (whole, torch.cat(parts, 1)):
+            close(got[0, kept], want[0])
+            close(got[1], want[1])
+
+
+def test_a_call_is_laid_out_once(monkeypatch):
+    """Positions and padding are looked at by the first layer only."""
+    from grape_pe.hf import adapter
+
+    model, ids = adapt(pretrained(), "rope+fox"), tokens()
+    calls, real = [], adapter.make_layout
+    monkeypatch.setattr(adapter, "make_layout", lambda *args: calls.append(1) or real(*args))
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+    assert len(calls) == 2

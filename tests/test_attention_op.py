@@ -150,27 +150,6 @@ def test_torch_func_takes_plain_torch(kind):
         torch.func.grad(lambda q: output(q, "decode").sum())(i["q"])
 
 
-BUILD = """
-import torch
-from grape_pe.attention import attend
-from grape_pe.attention.cpu import build as native
-assert native.available(), native.why_not()
-q = torch.randn(1, 1, 5, 4)
-attend(q, q, q, impl="cpu")
-"""
-
-
-@compiled_only
-def test_many_processes_may_be_the_first(tmp_path):
-    import os
-
-    environment = {**os.environ, "GRAPE_PE_CACHE": str(tmp_path / "a b;c"), "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, "-c", BUILD], env=environment) for _ in range(3)]
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
-    left = list((tmp_path / "a b;c").iterdir())
-    assert [path.suffix for path in left] == [".so"]
-
-
 def test_import_compiles_nothing(tmp_path):
     import os
 

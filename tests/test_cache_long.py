@@ -44,7 +44,7 @@ def test_a_million_tokens(name: str):
         piece = chunk(start)
         y = cache.attend(piece.q, piece.k, piece.v, x=piece.x)
         assert y.isfinite().all(), f"not finite from token {start}"
-        sizes.add(cache.tokens._size())
+        sizes.add(cache.tokens.size)
         outputs = [*outputs[-1:], y]
     assert cache.length == TOTAL and cache.next_position.tolist() == [TOTAL]
     assert max(sizes) <= 4 * (WINDOW + cache.rollback + CHUNK), sizes

@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from grape_pe.cli import main
+from grape_pe.lab.arm_run import run_job
+from grape_pe.lab.arms import Arm, split_arms
 from grape_pe.lab.compare import compare
-from grape_pe.lab.comparison import Arm, jobs, load_comparison
+from grape_pe.lab.comparison import jobs, join_directory, load_comparison
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.optimization import initialise
@@ -40,7 +44,7 @@ def corpus(tmp_path_factory):
     for number in range(40):
         words = [f"word{(number * 7 + i * i) % 23}" for i in range(120)]
         (text / f"{number:02d}.txt").write_text(" ".join(words))
-    prepare(open_source([str(text)]), folder / "data", tokenizer="bytes", workers=1)
+    prepare(open_source([str(text)]), folder / "data", tokenizer="bytes", workers=1, validation=0.05)
     return folder / "data"
 
 
@@ -73,10 +77,10 @@ def test_a_comparison_ends_with_a_table_and_a_report(corpus, tmp_path):
 
 def test_arms_share_everything_but_their_encoding():
     config = load("small")
-    ours, theirs = (flat(Arm(label).applied(config, 3)) for label in ("rope", "fox+kv"))
+    ours, theirs = (flat(Arm.parse(label).applied(config, 3)) for label in ("rope", "fox+kv"))
     assert {name for name in ours if ours[name] != theirs[name]} == {"model.encoding", "model.kv_shift"}
     first, second = (
-        Decoder(Arm(label).applied(config, 3).model.decoder(64)) for label in ("rope", "grape-ap+kv")
+        Decoder(Arm.parse(label).applied(config, 3).model.decoder(64)) for label in ("rope", "grape-ap+kv")
     )
     for model in (first, second):
         initialise(model, 3)
@@ -99,12 +103,131 @@ def test_seeds_come_one_after_the_other():
         ({"name": "demo", "tasks": ["flipflop"]}, "flip-flop"),
         ({"name": "demo", "arms": []}, "arms"),
         ({"name": "demo", "overrides": {"train.stepz": 3}}, "train.steps"),
+        ({"name": "demo", "arms": ["rope", "fox", "rope"]}, "encodings must differ, but rope is there twice"),
+        ({"name": "demo", "tasks": ["copy", "copy"]}, "tasks must differ, but copy is there twice"),
+        ({"name": "demo", "overrides": {"probe.train.steps": 99}}, "no effect without a task"),
     ],
     ids=str,
 )
 def test_what_cannot_be_compared_is_said_at_once(arguments, said):
     with pytest.raises(LabError, match=said):
         load_comparison(**arguments)
+
+
+def test_arms_are_written_with_their_options():
+    text = "rope, fox[forget_bias=4]+kv,alibi[slopes=[0.7, 0.7, 0.7, 0.7]],alibi[slopes=0.69]"
+    text += ",rope+fox[forget_bias=2]"
+    arms = [Arm.parse(each) for each in split_arms(text)]
+    assert [(arm.encoding, arm.options, arm.kv_shift) for arm in arms] == [
+        ("rope", {}, False), ("fox", {"forget_bias": 4}, True), ("alibi", {"slopes": [0.7] * 4}, False),
+        ("alibi", {"slopes": 0.69}, False), ("rope+fox", {"forget_bias": 2}, False),
+    ]  # fmt: skip
+    comparison = load_comparison("demo", arms=split_arms(text))
+    labels = [job.directory(Path("out")).name for job in jobs(comparison)]
+    assert labels[1] == "fox[forget_bias=4]+kv-s0"
+    configs = [job.config(comparison).model for job in jobs(comparison)]
+    assert configs[1].encoding_options == {"forget_bias": 4} and configs[1].kv_shift
+    same = configs[3].decoder(64).build_encoding()
+    assert same.slopes.tolist() == pytest.approx([0.69] * 4)  # the same slope in every head
+
+
+def test_arms_in_files_set_more_than_the_encoding(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nrecipe: demo\narms: [rope, {label: slow, encoding: fox, options: {forget_bias: 4}, "
+        "train: {lr: 0.001}, model: {qk_norm: false}}]\n"
+    )
+    comparison = load_comparison(str(tmp_path / "mine.yaml"))
+    rope, slow = (flat(job.config(comparison)) for job in jobs(comparison))
+    changed = {name for name in rope if rope[name] != slow[name]}
+    assert changed == {"model.encoding", "model.encoding_options", "model.qk_norm", "train.lr"}
+    assert comparison.arms[1].label == "slow" and slow["train.lr"] == 0.001
+
+
+@pytest.mark.parametrize(
+    "arm, said",
+    [
+        ("fox[forget_bias=4", "options go in brackets after the whole name"),
+        ("fox[forget_bias=4]+rope", "options go in brackets after the whole name"),
+        ("fox[forget_bias]", "write name=value"),
+        ("fox[forget_bais=4]", "forget_bias"),
+        ({"label": "a/b", "encoding": "fox"}, "without / and a leading dot"),
+        (
+            {"label": "a", "encoding": "fox", "train": {"lrr": 1}},
+            "a: unknown setting 'train.lrr'; did you mean train.lr",
+        ),
+        ({"label": "rope", "encoding": "fox"}, "rope is there twice"),
+    ],
+    ids=str,
+)
+def test_arms_that_cannot_be_read_are_refused(arm, said):
+    with pytest.raises(LabError) as refused:
+        load_comparison("demo", arms=["rope", arm])
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_label_stands_for_one_arm(tmp_path):
+    slow = Arm(label="mine", encoding="fox", options={"forget_bias": 4})
+    join_directory(tmp_path, load_comparison("demo", arms=["rope", slow]), 1)
+    again = join_directory(tmp_path, load_comparison("demo", arms=[slow, "alibi"]), 1)
+    assert [arm.label for arm in again.arms] == ["rope", "mine", "alibi"]
+    with pytest.raises(LabError, match="has another arm 'mine'; give this one another label"):
+        join_directory(tmp_path, load_comparison("demo", arms=[Arm(label="mine", encoding="rope")]), 1)
+
+
+def test_settings_reach_what_is_trained():
+    """Where only probes are trained, settings are theirs; beside text they are named with probe. before."""
+    probes = load_comparison("flip-flop", overrides={"train.steps": 10000})
+    assert {job.config(probes).train.steps for job in jobs(probes)} == {10000}
+    both = {"train.steps": 700, "probe.train.steps": 300}
+    mixed = load_comparison("demo", tasks=["copy"], overrides=both)
+    assert {job.task: job.config(mixed).train.steps for job in jobs(mixed)} == {None: 700, "copy": 300}
+
+
+def test_settings_of_probes_on_the_command_line(tmp_path, monkeypatch, capsys):
+    told = []
+
+    def caught(comparison, *_args, **_more):
+        told.append(comparison)
+        raise LabError("enough")
+
+    monkeypatch.setattr("grape_pe.lab.compare.compare", caught)
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", "flip-flop", "--train.steps", "10000", *out]) == 2
+    assert main(["compare", "demo", "--tasks", "copy", "--probe.train.steps", "300", *out]) == 2
+    assert [each.probe.train.steps for each in told] == [10000, 300]
+    assert main(["compare", "demo", "--encodings", "rope,rope", *out]) == 2
+    assert "rope is there twice" in capsys.readouterr().err and len(told) == 2
+
+
+def test_a_second_comparison_in_one_directory_waits_its_turn(corpus, tmp_path, capsys):
+    with (
+        locked_directory(tmp_path / "out"),
+        pytest.raises(LabError, match="being written by another process"),
+    ):
+        compare(tiny(corpus, arms=["rope"]), tmp_path / "out", quiet=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def locked_directory(path: Path):
+    from grape_pe.lab.run_directory import locked
+
+    path.mkdir()
+    return locked(path)
+
+
+def test_the_evaluation_runs_where_the_model_trains(monkeypatch, tmp_path):
+    """The model goes to the device of the process; here one that computes nothing."""
+    model = Decoder(load("demo").model.decoder(64))
+    seen = []
+    monkeypatch.setattr("grape_pe.lab.arm_run.train", lambda *_args, **_more: SimpleNamespace(signal=0))
+    monkeypatch.setattr("grape_pe.lab.arm_run.load_model", lambda _: model)
+    monkeypatch.setattr("grape_pe.lab.arm_run.default_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("grape_pe.lab.arm_run._write", lambda *_: None)
+    kept = lambda _job, _comparison, model: seen.append(model.head.device.type) or {}  # noqa: E731
+    monkeypatch.setattr("grape_pe.lab.arm_run._task_scores", kept)
+    comparison = load_comparison("flip-flop")
+    assert run_job(next(iter(jobs(comparison))), comparison, tmp_path) == 0
+    assert seen == ["meta"]
 
 
 def test_other_settings_in_one_directory_are_refused(corpus, tmp_path):

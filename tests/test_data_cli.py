@@ -49,14 +49,14 @@ def test_prepare_info_verify_adopt(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = _corpus(tmp_path / "in.jsonl"), tmp_path / "out"
-    assert main(["data", *_prepare(source, out)]) == 0
+    assert main(["data", *_prepare(source, out, "--validation", "0.1")]) == 0
     capsys.readouterr()
     with open(out / "val_000000.bin", "r+b") as file:
         file.truncate(1030)
     for arguments, message in [
         (_prepare("nowhere", tmp_path / "new"), "no source 'nowhere'"),
         (_prepare(source, tmp_path), "holds in.jsonl and is no dataset"),
-        (_prepare(source, out, "--max-tokens", "10"), "max_tokens was None, now 10"),
+        (_prepare(source, out, "--validation", "0.1", "--max-tokens", "10"), "max_tokens was None, now 10"),
         (_prepare(source, tmp_path / "new", "--field", "body"), "has no text in field 'body'"),
         (["info", str(out)], "val_000000.bin is truncated: expected"),
         (["verify", str(out)], "1 bad shard in"),

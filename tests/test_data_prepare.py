@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
@@ -88,7 +89,7 @@ def test_one_preparation_at_a_time(tmp_path: Path) -> None:
 
 WRONG_INPUT: list[tuple[str, bytes, str]] = [
     ("empty.txt", b" \n\n", "the source has no text: every document is empty"),
-    ("one.jsonl", b'{"text": "alone"}', "too few documents: one is held out"),
+    ("one.jsonl", b'{"text": "alone"}', "holds out 2 bytes, fewer than 128; give more text"),
     (
         "bad.jsonl",
         b'{"text": "a"}\n{"body": "b", "id": 1}',
@@ -152,12 +153,46 @@ def test_a_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
     out = prepare(open_source(str(tmp_path / "book.txt")), tmp_path / "out", tokenizer="bytes")
     parts = [bytes(ids).decode() for split in ("val", "train") for ids in documents_of(out, split)]
     assert "".join(parts) == "".join(lines)
-    assert len(parts) == 4 and all(part.endswith("\n") for part in parts)
+    assert len(parts) == 5 and all(part.endswith("\n") for part in parts)
+
+
+@pytest.mark.parametrize("size, share", [(136_000, 0.005), (1_000_000, 0.005), (60_000, 0.05), (9_000, 0.3)])
+def test_the_share_held_out_is_the_one_asked_for(size: int, share: float, tmp_path: Path) -> None:
+    text = "".join(f"line {n} of a book\n" for n in range(size))[:size]
+    (tmp_path / "book.txt").write_text(text)
+    source = open_source(str(tmp_path / "book.txt"))
+    out = open_dataset(prepare(source, tmp_path / "out", tokenizer="bytes", validation=share))
+    held_out = out.tokens("val") / size
+    assert 0.5 * share <= held_out <= 1.05 * share + 1 / size
+
+
+def test_many_documents_keep_the_share() -> None:
+    held_out = sys.modules[prepare.__module__]._held_out
+    for share in (0.005, 0.03, 0.4):
+        found = [held_out(number, share) for number in range(20_000)]
+        assert found[0] and sum(found) / len(found) == pytest.approx(share, rel=0.15)
+
+
+def test_too_little_text_is_refused_with_a_remedy_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("some words\n" * 1800)
+    source = open_source(str(tmp_path / "note.txt"))
+    with pytest.raises(LabError, match=r"holds out 99 bytes, fewer than 128; give --validation 0.01, or"):
+        prepare(source, tmp_path / "out", tokenizer="bytes")
+    assert not (tmp_path / "out").exists()
+    prepare(source, tmp_path / "out", tokenizer="bytes", validation=0.01)
+
+
+def test_a_failure_before_anything_is_kept_leaves_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "word " * 300_000}) + '\n{"text": ')
+    with pytest.raises(LabError, match="line 2 is not a JSON object"):
+        prepare(open_source(str(tmp_path / "a.jsonl")), tmp_path / "out", tokenizer="bytes")
+    assert not (tmp_path / "out").exists()
 
 
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x \\ud800 y"}\n{"text": "z"}')
-    out = prepare(open_source(str(tmp_path / "a.jsonl")), tmp_path / "out", tokenizer="bytes")
+    (tmp_path / "a.jsonl").write_text('{"text": "x \\ud800 y"}\n{"text": "%s"}' % ("z" * 900))
+    source = open_source(str(tmp_path / "a.jsonl"))
+    out = prepare(source, tmp_path / "out", tokenizer="bytes", validation=0.2)
     assert bytes(documents_of(out, "val")[0]) == b"x ? y"
 
 

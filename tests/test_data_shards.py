@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 pytest.importorskip("tokenizers")
 
 from grape_pe.lab.data import Manifest, Shard, open_dataset, read_shard, verify, write_shard
-from grape_pe.lab.data.files import sha256_of
 from grape_pe.lab.data.shards import HEADER_BYTES, SplitWriter
 from grape_pe.lab.errors import LabError
+from grape_pe.lab.files import sha256_of
 
 EOS = 7
 tokens_of_a_shard = st.lists(st.integers(0, 65535), max_size=50)
@@ -142,10 +142,10 @@ def _verified(directory: Path) -> list[tuple[str, str | None]]:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "cannot be read as JSON"),
-        ("[]", "must hold a JSON object, got list"),
+        ("{", "is damaged: it is not JSON"),
+        ("[]", "expected a JSON object, got list"),
         ('{"format": "x"}', "must be a 'grape-pe dataset' of version 1, got 'x' of version None"),
-        ('{"format": "grape-pe dataset", "version": 1}', "is damaged: 'shards'"),
+        ('{"format": "grape-pe dataset", "version": 1}', "is damaged: KeyError('shards')"),
     ],
 )
 def test_damaged_manifest(dataset: Path, text: str, message: str) -> None:

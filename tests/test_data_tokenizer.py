@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 
 import tokenizers
 
-from grape_pe.lab.data import hf_tokenizer, load_tokenizer
+from grape_pe.lab.data import default_tokenizer, hf_tokenizer, load_tokenizer
 from grape_pe.lab.data.tokenizer import build_tokenizer, tokenizer_setting
 from grape_pe.lab.errors import LabError
 
@@ -102,11 +102,26 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(name: str) -> None:
-        raise OSError("no route to the Hub")
+    """Said at once: nothing is asked of the Hub, whose own retries take half a minute."""
+    import huggingface_hub
 
-    monkeypatch.setattr(tokenizers.Tokenizer, "from_pretrained", unreachable, raising=False)
-    _refused("gpt2", "no route to the Hub Without a network, give the path of its tokenizer.json")
+    def unknown(*_: object) -> None:
+        raise OSError("name not known")
+
+    def cached_only(name: str, file: str, local_files_only: bool = False) -> None:
+        assert local_files_only, "asked the Hub"
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not cached")
+
+    for proxy in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(proxy, raising=False)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", cached_only)
+    _refused("gpt2", "(name not known); without a network give --tokenizer bpe-8192, which is trained on")
+
+
+def test_the_default_needs_no_network() -> None:
+    assert default_tokenizer(["some.txt"]) == default_tokenizer(["builtin"]) == "bpe-8192"
+    assert default_tokenizer(["fineweb-edu-10B"]) == "gpt2"
 
 
 def _refused(name: str, message: str) -> None:

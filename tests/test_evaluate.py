@@ -119,11 +119,22 @@ def test_scores_are_the_models(offline):
         right += likes[0] > likes[1]
         normed += likes[0] / sizes[0] > likes[1] / sizes[1]
     assert scores.tasks["small_both"].acc == pytest.approx(right / 6)
-    assert scores.tasks["small_both"].acc_norm == pytest.approx(normed / 6)
+    found = scores.tasks["small_both"]
+    assert found.acc_norm == pytest.approx(normed / 6)
+    assert found.acc_stderr == pytest.approx((right / 6 * (1 - right / 6) / 5) ** 0.5)
+    assert found.acc_norm_stderr == pytest.approx((normed / 6 * (1 - normed / 6) / 5) ** 0.5)
+
+
+def test_the_model_goes_to_the_gpu(offline, monkeypatch):
+    """Here to a device that computes nothing, in its place."""
+    model().save_pretrained(offline / "m")
+    tokenizer().save_pretrained(offline / "m")
+    monkeypatch.setattr(lab, "default_device", lambda: torch.device("meta"))
+    assert lab.load_checkpoint(str(offline / "m"))[0].device.type == "meta"
 
 
 def test_paper_table():
-    one = lab.TaskScore(0.5, 0.6, None, None, 10)
+    one = lab.TaskScore(0.5, 0.6, 0.16, None, 10)
     scores = lab.Scores(
         "m",
         "rope",
@@ -132,6 +143,7 @@ def test_paper_table():
         dict.fromkeys(lab.PAPER_TASKS, one) | {"winogrande": lab.TaskScore(0.4, None, None, None, 9)},
     )
     lines = scores.table().splitlines()
+    assert "50.00 ± 16.00" in lines[1]
     assert lines[0].split() == [*lab.PAPER_TASKS.values(), "Avg."]
     assert scores.average("acc") == pytest.approx((6 * 0.5 + 0.4) / 7)
     assert scores.average("acc_norm") == pytest.approx((6 * 0.6 + 0.4) / 7)

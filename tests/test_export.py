@@ -96,7 +96,10 @@ def test_adapted_models_go_home(kind, tmp_path):
     export(model, tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
-        torch.testing.assert_close(stock(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-4)
+        want = stock(tokens()).logits
+        torch.testing.assert_close(want, model(tokens()).logits, rtol=1e-4, atol=1e-4)
+        back = adapt(stock, "rope+fox")  # its longrope has one spectrum, so it can be adapted again
+        torch.testing.assert_close(back(tokens()).logits, want, rtol=1e-4, atol=1e-4)
 
 
 def test_loads_without_this_package(tmp_path):

@@ -1,9 +1,11 @@
 """The Hugging Face model: saving, loading, dtypes, training, tools, bad input."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import grape_pe as grape
 from grape_pe.hf import GrapeConfig, GrapeForCausalLM
+from grape_pe.hf.pretrained import full_precision_names
 from grape_pe.models import Decoder, DecoderConfig, load_decoder, save_decoder
 from grape_pe.testing import TOL
 
@@ -128,6 +131,114 @@ def test_bfloat16_keeps_islands(tmp_path):
         assert out.logits.dtype == torch.bfloat16
         assert (out.logits.float() - want).abs().max() < 5 * TOL[torch.bfloat16]
         low.generate(tokens(), max_new_tokens=3)
+
+
+def full_precision(model):
+    """The tensors that stay float32 or longer, by name."""
+    keys = set(full_precision_names(model))
+    return {key: t for key, t in [*model.named_parameters(), *model.named_buffers()] if key in keys}
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def built_under(dtype, **options):
+    with default_dtype(dtype):
+        return GrapeForCausalLM(config(**options))
+
+
+def on_meta(**options):
+    """Built without memory, as FSDP users do, and then filled."""
+    with torch.device("meta"):
+        model = GrapeForCausalLM(config(**options))
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+LOW, HALF, LONG = torch.bfloat16, torch.float16, torch.float64
+NEW = {
+    "from_config bf16": (LOW, lambda **o: AutoModelForCausalLM.from_config(config(**o), dtype=LOW)),
+    "from_config fp16": (HALF, lambda **o: AutoModelForCausalLM.from_config(config(**o), dtype=HALF)),
+    "default bf16": (LOW, lambda **o: built_under(LOW, **o)),
+    "default fp64": (LONG, lambda **o: built_under(LONG, **o)),
+    "meta": (torch.float32, on_meta),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_new_models_have_exact_frequencies_and_slopes(name):
+    """However a model is built: tensors kept in float32 start as in float32, all but random ones."""
+    options = {"encoding": name, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    torch.manual_seed(1)
+    first = full_precision(GrapeForCausalLM(config(**options)))
+    second = full_precision(GrapeForCausalLM(config(**options)))
+    fixed = [key for key in first if torch.equal(first[key], second[key])]
+    assert fixed or not first or name == "liere"
+    for how, (dtype, make) in NEW.items():
+        model = make(**options)
+        assert model.dtype == dtype, how
+        got = full_precision(model)
+        assert got.keys() == first.keys() and all(t.dtype.itemsize >= 4 for t in got.values()), how
+        assert all(torch.equal(got[key].float(), first[key]) for key in fixed), how
+        assert all(t.isfinite().all() for t in model.parameters()), how
+        assert model(tokens()).logits.dtype == dtype, how
+
+
+LOADED = {
+    "bf16": lambda path, model: AutoModelForCausalLM.from_pretrained(path, dtype=LOW),
+    "fp16": lambda path, model: AutoModelForCausalLM.from_pretrained(path, dtype=HALF),
+    "auto": lambda path, model: AutoModelForCausalLM.from_pretrained(path, dtype="auto"),
+    "device_map": lambda path, model: AutoModelForCausalLM.from_pretrained(path, dtype=LOW, device_map="cpu"),
+    "to": lambda path, model: copy.deepcopy(model).to(LOW),
+    "half": lambda path, model: copy.deepcopy(model).half(),
+    "double and back": lambda path, model: copy.deepcopy(model).double().to(LOW),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loaded_and_cast_models_keep_full_precision(name, tmp_path):
+    model = small(name, kv_shift=True)
+    model.save_pretrained(tmp_path)
+    for how, make in LOADED.items():
+        with default_dtype(LOW if how == "auto" else torch.float32):
+            low = make(tmp_path, model)
+        assert low.dtype == {"fp16": HALF, "half": HALF, "auto": torch.float32}.get(how, LOW), how
+        for key, value in full_precision(model).items():
+            got = low.state_dict()[key]
+            assert got.dtype.itemsize >= 4 and torch.equal(got.float(), value), (how, key)
+        assert low(tokens()).logits.isfinite().all(), how
+
+
+def test_trainer_resumes(tmp_path):
+    """Trainer reads config.json as a configuration of no particular type."""
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": row, "labels": row} for row in tokens(8, 12)]
+
+    def run(folder, **options):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / folder), max_steps=4, per_device_train_batch_size=4, save_steps=2,
+            report_to=[], use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
+        )  # fmt: skip
+        trainer = Trainer(GrapeForCausalLM(config("grape-ap")), arguments, train_dataset=data)
+        trainer.train(**options)
+        return trainer.model.eval()(tokens()).logits
+
+    want = run("a")
+    got = run("b", resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    torch.testing.assert_close(got, want)
 
 
 def test_loss_logits_and_options():

@@ -1,6 +1,7 @@
 """Generation through Hugging Face: every mode with a cache gives what it gives without one."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -99,6 +100,30 @@ def test_left_padding_generates_the_same(name, mode):
         torch.testing.assert_close(a[:rows], b[:rows], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden", [[6, 7], [2, 5, 9], [0, 3, 7, 8]])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_anywhere_changes_nothing(name, hidden):
+    """A right-padded prompt goes on; padding in between; with a cache and without."""
+    model, ids = small(name, kv_shift=True), tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, hidden] = 0
+    kept = mask[0].bool()
+    with torch.no_grad():
+        want = model(ids[:1, kept]).logits[0], model(ids[1:]).logits[0]
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        cache, parts = DynamicCache(config=model.config), []
+        for a, b in ((0, 8), (8, 9), (9, 12)):
+            parts.append(model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits)
+        assert cache.get_seq_length() == 12
+        for got in (whole, torch.cat(parts, 1)):
+            torch.testing.assert_close(got[0, kept], want[0])
+            torch.testing.assert_close(got[1], want[1])
+        cache.crop(-6)  # columns of the mask
+        again = model(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(again[0, kept[6:]], want[0][kept[:6].sum() :])
+        torch.testing.assert_close(again[1], want[1][6:])
+
+
 @pytest.mark.parametrize("name", ["rope", "fox", "grape-ap", "rope+fox"])
 def test_packed_position_ids(name):
     model = small(name, kv_shift=True)
@@ -153,15 +178,12 @@ def test_a_cache_that_does_not_crop_is_noticed(name, monkeypatch):
 def test_a_bias_lost_in_the_cache_is_noticed(name, monkeypatch):
     model, ids = small(name), tokens()
     want = generated(model, ids, use_cache=False, do_sample=False)
-    from grape_pe.models import layer_cache
+    real = grape.StreamingCache._seen
 
-    real = layer_cache.LayerCache._seen
+    def without_bias(self, code, *rest):
+        return dataclasses.replace(real(self, code, *rest), bias=grape.NoBias())
 
-    def without_bias(self, code):
-        seen = real(self, code)
-        return layer_cache.Seen(seen.q, seen.k, seen.v, grape.NoBias(), seen.masks)
-
-    monkeypatch.setattr(layer_cache.LayerCache, "_seen", without_bias)
+    monkeypatch.setattr(grape.StreamingCache, "_seen", without_bias)
     with pytest.raises(AssertionError):
         same(model, ids, want, do_sample=False)
 

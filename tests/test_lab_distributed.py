@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("pydantic")
 
+from grape_pe.lab.checkpoint import Checkpoints, Progress
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.metrics import read_metrics
 from grape_pe.lab.trainer import train
 from grape_pe.lab.world import World, check_split
-from lab_runs import grape, tiny_config, tiny_data, words
+from lab_runs import grape, start, tiny_config, tiny_data, words
 
 TOLERANCE = 1e-5
 # an odd validation set, so that the ranks' shares of it differ; every checkpoint kept
@@ -120,6 +125,36 @@ def test_shares_are_disjoint_and_whole(total: int, size: int) -> None:
     shares = [World(rank, size).rows(total) for rank in range(size)]
     assert [row for share in shares for row in share] == list(range(total))
     assert max(map(len, shares)) <= -(-total // size)
+
+
+def test_a_checkpoint_is_shown_when_every_rank_has_written(tmp_path: Path, monkeypatch) -> None:
+    """Two ranks, of which the second is slow: nothing is shown before, everything right after."""
+    writing: Future[None] = Future()
+    monkeypatch.setattr("torch.distributed.checkpoint.async_save", lambda *_args, **_more: writing)
+    monkeypatch.setattr(World, "agree", lambda _self, problem: None)
+    model = torch.nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path, 2, World(0, 2))
+    checkpoints.save(model, torch.optim.AdamW(model.parameters()), Progress(20))
+    assert not checkpoints.written
+    writing.set_result(None)
+    assert checkpoints.written
+    checkpoints.check(1)
+    assert checkpoints.found() == []
+    checkpoints.check(2)
+    assert [path.name for path in checkpoints.found()] == ["step-00000020"]
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_after_a_checkpoint_lose_nothing_before_it(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    given = SIZES | {"train__steps": 1200, "train__checkpoint_every": 600, "train__eval_every": 0}
+    running = start(words(data, run, **given), ranks=2)
+    while running.alive() and not (run / "checkpoints/step-00000600").exists():
+        time.sleep(0.01)
+    running.send(signal.SIGKILL)
+    running.wait()
+    assert 600 <= len([line for line in read_metrics(run) if line["kind"] == "train"]) < 1200
+    assert Checkpoints(run / "checkpoints", 2, World()).found()[-1].name == "step-00000600"
 
 
 @pytest.mark.slow

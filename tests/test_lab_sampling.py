@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -76,12 +77,25 @@ def test_it_stops_at_the_end_token(run: Path) -> None:
     assert list(sample_tokens(model, [5, 6], count=20, temperature=0, stop=stop)) == free[: free.index(stop)]
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
+WRONG: list[dict] = [
+    {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf},
+    {"top_p": 0.0}, {"top_p": 1.5}, {"top_p": math.nan},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_mistakes(wrong: dict, run: Path) -> None:
-    with pytest.raises(LabError, match="temperature must be >= 0 and top_p"):
-        list(sample_tokens(load_model(run), [1], count=1, **wrong))
+    with pytest.raises(LabError, match=f"{next(iter(wrong))}.* must be"):
+        sample_tokens(load_model(run), [1], **{"count": 1, **wrong})
     with pytest.raises(LabError, match="at least one token"):
-        list(sample_tokens(load_model(run), [], count=1))
+        sample_tokens(load_model(run), [], count=1)
+
+
+@pytest.mark.parametrize("wrong", [("--temperature", "nan"), ("--tokens", "-5"), ("--top-p", "2")], ids=str)
+def test_mistakes_on_the_command_line(wrong: tuple[str, str], run: Path, capsys) -> None:
+    assert main(["sample", str(run), "--prompt", "The", *wrong]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("grape: ") and f"got {float(wrong[1]):g}" in said.err
 
 
 def test_a_run_a_checkpoint_and_the_export_are_one_model(run: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,3 +262,18 @@ def test_the_papers_medium_model_takes_a_step(tmp_path: Path) -> None:
 def _long_data(directory: Path) -> Path:
     (directory / "long").mkdir()
     return tiny_data(directory / "long", documents=400)
+
+
+def test_two_runs_of_one_name_are_two_runs_on_wandb(data: Path, tmp_path: Path, monkeypatch) -> None:
+    """Directories of two comparisons end alike; a continued run keeps its id."""
+    told: list[str] = []
+
+    def init(*, id: str, **_: object) -> SimpleNamespace:
+        told.append(id)
+        return SimpleNamespace(log=lambda *_args, **_more: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for where, steps in (("first", 1), ("second", 1), ("first", 1)):
+        config = tiny_config(data, train__steps=steps, train__warmup=0, log__wandb="x")
+        train(config, tmp_path / where / "rope-s0", resume=True, quiet=True)
+    assert told[0] != told[1] and told[0] == told[2]

@@ -223,7 +223,7 @@ def test_gradients(row: Row):
             (q, k),
             {"x": x, "v": v, "positions": tokens.positions},
         )
-        return testing._logits(code.q, code.k, code.bias.dense(), 2).tril()
+        return testing.laws._logits(code.q, code.k, code.bias.dense(), 2).tril()
 
     assert torch.autograd.gradcheck(logits, (*inputs, *enc.parameters()))
 

@@ -1,5 +1,7 @@
 """The decoder: every encoding, cached = uncached, packed = alone, padded = unpadded."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +102,96 @@ def test_left_padding_changes_nothing(name):
         close(torch.cat([first, rest], 1)[0, 4:], want)
         wrong = model(batch)[0, 4:]
     assert (wrong - want).abs().max() > 1e-3 or name in ("nope",)
+
+
+#: right-padded, padded in between, and both in several calls: the cuts of the calls, and the padding
+PADDINGS = {
+    "right": ((0, 8, 9, 12), [5, 6, 7]),
+    "between": ((0, 4, 8, 12), [1, 2, 5, 9]),
+    "everywhere": ((0, 3, 9, 12), [0, 1, 2, 4, 7, 8, 11]),
+}
+
+
+@pytest.mark.parametrize("kind", PADDINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_anywhere_changes_nothing(name, kind):
+    model, batch = small(name, kv_shift=True), tokens(2, 12)
+    cuts, hidden = PADDINGS[kind]
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[0, hidden] = True
+    kept = ~padding[0]
+    with torch.no_grad():
+        want = model(batch[:1, kept])[0], model(batch[1:])[0]
+        for cached in (False, True):
+            cache = model.cache() if cached else None
+            parts = list(itertools.pairwise(cuts)) if cached else [(0, 12)]
+            got = torch.cat([model(batch[:, a:b], padding=padding[:, a:b], cache=cache) for a, b in parts], 1)
+            close(got[0, kept], want[0])
+            close(got[1], want[1])
+
+
+def test_kv_shift_is_the_published_formula():
+    """Shift the projected keys and values, then normalise the keys; from zero at the start of a document."""
+    model, ids = small("rope", kv_shift=True), tokens()
+    attention = model.model.layers[0].self_attn
+    seen = []
+    hook = attention.encoding.register_forward_hook(
+        lambda _, args, kw, __: seen.append((args[1], kw["v"])), with_kwargs=True
+    )
+    documents = torch.tensor([0] * 5 + [1] * 7)
+    with torch.no_grad():
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        model(ids)
+        model(ids, documents=documents)
+        cache = model.cache()
+        for part in (slice(0, 4), slice(4, 5), slice(5, 12)):
+            model(ids[:, part], cache=cache)
+    hook.remove()
+    for k, v, starts in (
+        (*seen[0], [0]),
+        (*seen[1], [0, 5]),
+        (*(torch.cat(t, 2) for t in zip(*seen[2:], strict=True)), [0]),
+    ):
+        for got, proj, gate, norm in (
+            (k, attention.k_proj, attention.kv_shift.gate_k, attention.k_norm),
+            (v, attention.v_proj, attention.kv_shift.gate_v, None),
+        ):
+            now = proj(x).unflatten(-1, (2, 8))
+            before = torch.cat([torch.zeros_like(now[:, :1]), now[:, :-1]], 1)
+            before[:, starts] = 0.0
+            a = torch.sigmoid(gate(x)).unsqueeze(-1)
+            want = a * before + (1 - a) * now
+            if norm is not None:
+                want = want / (want.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+            close(got, want.transpose(1, 2))
+
+
+def test_a_decoding_step_reads_no_values(monkeypatch):
+    model, ids = small("rope+fox", kv_shift=True), tokens()
+    cache = model.cache()
+
+    def refuse(*_):
+        raise AssertionError("a tensor's value was read")
+
+    with torch.no_grad():
+        want = model(ids)
+        model(ids[:, :11], cache=cache)
+        for method in ("__bool__", "item", "tolist", "__int__", "__float__", "__index__"):
+            monkeypatch.setattr(torch.Tensor, method, refuse)
+        got = model(ids[:, 11:], cache=cache)
+        monkeypatch.undo()
+    close(got, want[:, 11:])
+
+
+def test_decoding_through_a_model_skips_keys():
+    model = Decoder(DecoderConfig(vocab_size=V, width=32, layers=1, heads=2, encoding="alibi")).eval()
+    ids = tokens(1, 3000)
+    cache = model.cache()
+    with torch.no_grad():
+        model(ids[:, :-1], cache=cache)
+        with grape.record_pruning() as report:
+            model(ids[:, -1:], cache=cache)
+    assert report.fraction > 0.1, report
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,6 @@
-"""The Triton kernels: what they refuse, and that they agree with the reference.
+"""The Triton kernels: what they refuse, and the tests of the interpreter, in a process of their own.
 
-The agreement is checked in `test_triton_interpreted.py`, which must run with TRITON_INTERPRET=1 from
-the start; each of its tests runs here in a process of its own, so nothing else in this one is interpreted.
+That they compute the right numbers is tested in `test_triton_ptx.py`, on the compiled code.
 """
 
 from __future__ import annotations
@@ -14,47 +13,30 @@ from pathlib import Path
 import pytest
 import torch
 
+from grape_pe.attention import attend
+from grape_pe.attention.gpu import api
+from grape_pe.attention.gpu.api import why_not_device, why_not_triton
 from grape_pe.attention.masks import Masks
-from grape_pe.attention.triton.api import attend_triton, why_not_triton
-from grape_pe.attention.triton.inputs import first_of_document
 from grape_pe.bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
 
 HERE = Path(__file__).parent
-PARTS = {
-    "biases": "test_every_bias",
-    "masks of slopes": "test_every_mask and slope",
-    "masks of paths": "test_every_mask and path",
-    "masks without order": "test_every_mask_without_order",
-    "sizes": "test_every_head_size or test_value or test_half",
-    "rest": "not test_every and not test_value and not test_half",
-}
 
 
-def _interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted(marks: str) -> None:
+    """The interpreter is chosen once a process, so its tests run in one of their own."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     env.pop("PYTEST_ADDOPTS", None)
     target = str(HERE / "test_triton_interpreted.py")
-    return subprocess.run([*command, target], env=env, cwd=HERE.parent, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_agrees_with_the_reference(part: str) -> None:
-    pytest.importorskip("triton")
-    done = _interpreted("-k", PARTS[part], "-m", "not slow")
+    done = subprocess.run([*command, target], env=env, cwd=HERE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow
-def test_agrees_with_the_reference_on_every_combination() -> None:
-    pytest.importorskip("triton")
-    done = _interpreted("-m", "slow")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-def _call(dtype: torch.dtype = torch.float32, head_dim: int = 16, causal: bool = True):
+def _call(dtype: torch.dtype = torch.float32, head_dim: int = 16, causal: bool = True, **masks):
     q = torch.zeros(1, 2, 4, head_dim, dtype=dtype)
-    return q, q, q, Masks(4, 4, q.device, causal)
+    return q, q, q, Masks(4, 4, q.device, causal, **masks)
 
 
 def _slope() -> SlopeBias:
@@ -70,7 +52,7 @@ def test_refuses_the_cpu_and_says_so() -> None:
     q, k, v, masks = _call()
     assert "CUDA" in (why_not_triton(q, k, v, NoBias(), masks) or "")
     with pytest.raises(ValueError, match="CUDA"):
-        attend_triton(q, k, v, NoBias(), masks, 1.0, None)
+        attend(q, k, v, impl="triton")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +63,9 @@ def test_refuses_the_cpu_and_says_so() -> None:
         (_slope(), _call(torch.float64), "float64"),
         (_slope(), _call(head_dim=512), "256"),
         (_slope(), _call(torch.bfloat16), "bfloat16"),
+        (_slope(), _call(window=2, sinks=1), "sinks"),
     ],
-    ids=["tile", "path-without-order", "float64", "wide-head", "bfloat16-interpreted"],
+    ids=["tile", "path-without-order", "float64", "wide-head", "bfloat16-interpreted", "sinks"],
 )
 def test_refuses_with_the_reason(
     bias: Bias, call: tuple, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -93,29 +76,52 @@ def test_refuses_with_the_reason(
     assert reason in (why_not_triton(q, k, v, bias, masks) or "")
 
 
-def test_refuses_sinks_beside_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def _pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "Some GPU") -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fine"), [((8, 0), True), ((9, 0), True), ((7, 5), False), ((13, 0), False)]
+)
+def test_knows_its_devices(capability: tuple[int, int], fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    q, k, v, _ = _call()
-    masks = Masks(4, 4, q.device, window=2, sinks=1)
-    assert "sinks" in (why_not_triton(q, k, v, NoBias(), masks) or "")
+    _pretend(monkeypatch, capability)
+    reason = why_not_device(torch.device("cuda"), torch.bfloat16)
+    assert reason is None if fine else "Some GPU has compute capability" in (reason or "")
+
+
+def test_refuses_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, (9, 0), "AMD Instinct")
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert "AMD Instinct is driven by ROCm" in (why_not_device(torch.device("cuda"), torch.float32) or "")
+
+
+def test_refuses_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    _pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr(api.importlib.metadata, "version", lambda name: "3.6.0")
+    assert "3.7.1" in (why_not_device(torch.device("cuda"), torch.float32) or "")
 
 
 def test_imports_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, grape_pe\n"
-        "from grape_pe.attention.triton import why_not_triton\n"
-        "from grape_pe.attention.masks import Masks\n"
-        "from grape_pe.bias import NoBias\n"
-        "q = torch.zeros(1, 1, 2, 16)\n"
-        "print(why_not_triton(q, q, q, NoBias(), Masks(2, 2, q.device)))\n"
+        "from grape_pe.attention.gpu import api\n"
+        "torch.cuda.get_device_capability = lambda device=None: (9, 0)\n"
+        "print(api.why_not_device(torch.device('cuda'), torch.float32))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy())
     assert done.returncode == 0, done.stderr
     assert "not installed" in done.stdout
 
 
-def test_first_token_of_each_document() -> None:
+def test_names_and_ends_of_documents() -> None:
+    pytest.importorskip("triton")
+    from grape_pe.attention.gpu.launch import end_of_document, first_of_document
+
     ids = torch.tensor([[7, 7, 2, 2, 7, 9], [1, 1, 1, 0, 0, 5]])
-    assert first_of_document(ids).tolist() == [[0, 0, 2, 2, 0, 5], [0, 0, 0, 3, 3, 5]]
+    first = first_of_document(ids)
+    assert first.tolist() == [[0, 0, 2, 2, 0, 5], [0, 0, 0, 3, 3, 5]]
+    assert end_of_document(first).tolist() == [[5, 5, 4, 4, 5, 6], [3, 3, 3, 5, 5, 6]]

@@ -7,7 +7,9 @@ code = enc(q, k, x=x)
 y = grape.attend(code.q, code.k, v, bias=code.bias)
 """
 
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
 
 from . import bias, encodings, groups
 from .attention import attend, record_pruning
@@ -18,11 +20,15 @@ from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layo
 __version__ = "0.1.0"
 
 
-def adapt(model: Any, encoding: str, **options: Any) -> Any:
-    """Give a live pretrained Llama or Qwen model another encoding: see `grape_pe.hf.adapt`."""
-    from .hf import adapt as move_in  # here, because it imports transformers
+Model = TypeVar("Model", bound=nn.Module)
 
-    return move_in(model, encoding, **options)
+
+def adapt(model: Model, encoding: str, **options: Any) -> Model:
+    """Give a live pretrained Llama or Qwen model another encoding: see `grape_pe.hf.adapt`."""
+    from . import hf  # here, because it imports transformers
+
+    adapted: Any = hf.adapt
+    return adapted(model, encoding, **options)  # type: ignore[no-any-return]
 
 
 __all__ = [

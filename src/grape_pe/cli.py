@@ -15,8 +15,8 @@ from .lab.errors import Diverged, LabError
 
 ABOUT = """Position encodings for Transformers: use them, train with them, compare them.
 
-Exit codes: 0 done, 2 something to put right (said in one line), 3 a run diverged,
-130 or 143 stopped by Ctrl-C or SIGTERM (a training run has saved)."""
+Exit codes: 0 done, 1 grape doctor found a problem, 2 something to put right (said in one line),
+3 a run diverged, 130 or 143 stopped by Ctrl-C or SIGTERM (a training run has saved)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,10 @@ from .blocks import attend_blocks, why_not_blocks
 from .cpu.launch import attend_cpu, why_not_cpu
 from .decode import attend_decode, why_not_decode
 from .flex import attend_flex, why_not_flex
+from .gpu.api import attend_triton, why_not_triton
+from .gpu.verdict import why_not_trusted
 from .masks import Masks, documents_from_lengths
+from .problem import bias_kind
 from .pruning import Prune, as_number
 from .reference import attend_reference
 from .sdpa import attend_sdpa, why_not_sdpa
@@ -54,22 +57,6 @@ class Explanation:
         return f"{self.impl}: {self.why}{others}"
 
 
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
-) -> tuple[Tensor, Tensor]:
-    from .gpu.launch import attend_triton
-
-    return attend_triton(q, k, v, bias, masks, scale, prune)
-
-
-def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
-    try:
-        from .gpu.launch import why_not_triton
-    except ModuleNotFoundError:
-        return "its kernels are not installed"
-    return why_not_triton(q, k, v, bias, masks)
-
-
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(attend_reference, lambda *_: None, fused=False),
     "sdpa": Implementation(attend_sdpa, why_not_sdpa, has_lse=False),
@@ -77,7 +64,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "decode": Implementation(attend_decode, why_not_decode, has_lse=False),
     "blocks": Implementation(attend_blocks, why_not_blocks),
     "flex": Implementation(attend_flex, why_not_flex, has_lse=False),
-    "triton": Implementation(_triton, _why_not_triton),
+    "triton": Implementation(attend_triton, why_not_triton),
 }
 
 
@@ -124,6 +111,13 @@ class Call:
         if self.return_lse and not implementation.has_lse:
             return "it does not return the logsumexp"
         return implementation.why_not(self.q, self.k, self.v, self.bias, self.masks)
+
+    def why_not_auto(self, name: str) -> str | None:
+        """As `why_not`; `auto` takes the Triton kernels only after they passed their check on the device."""
+        reason = self.why_not(name)
+        if reason is None and name == "triton":
+            return why_not_trusted(self.q, self.v, bias_kind(self.bias), self.masks.names)
+        return reason
 
     def run(self, name: str) -> tuple[Tensor, Tensor | None]:
         attend = IMPLEMENTATIONS[name].attend
@@ -201,7 +195,8 @@ def explain(
     call = _call(q, k, v, return_lse=return_lse, **asked)
     chosen = _choose(call, impl)
     why = _preference(call)[1] if impl == "auto" else "asked for by name"
-    refusals = {name: call.why_not(name) for name in IMPLEMENTATIONS if name != chosen}
+    why_not = call.why_not_auto if impl == "auto" else call.why_not
+    refusals = {name: why_not(name) for name in IMPLEMENTATIONS if name != chosen}
     return Explanation(
         chosen, why, {name: reason or "less preferred here" for name, reason in refusals.items()}
     )
@@ -275,7 +270,7 @@ def attend(
 
 def _choose(call: Call, impl: str) -> str:
     if impl == "auto":
-        return next(name for name in [*_preference(call)[0], "blocks"] if call.why_not(name) is None)
+        return next(name for name in [*_preference(call)[0], "blocks"] if call.why_not_auto(name) is None)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(['auto', *IMPLEMENTATIONS])}; got {impl!r}")
     reason = call.why_not(impl)

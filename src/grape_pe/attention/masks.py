@@ -38,6 +38,17 @@ class Masks:
         """Only causal order, or nothing at all."""
         return self.window is None and self.documents is None and self.key_padding is None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kinds of mask in use."""
+        used = {
+            "causal": self.causal,
+            "window": self.window is not None,
+            "documents": self.documents is not None,
+            "padding": self.key_padding is not None,
+        }
+        return tuple(name for name, on in used.items() if on)
+
     def columns(self, rows: slice) -> slice:
         """The contiguous range of keys that causal order and window leave to these rows."""
         first, end = 0, self.key_length

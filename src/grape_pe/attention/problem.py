@@ -139,6 +139,12 @@ def why_not(bias: Bias) -> str | None:
     return None
 
 
+def bias_kind(bias: Bias) -> str:
+    """none, slope, path or both: which kernels a bias needs."""
+    terms, path = _split(bias)
+    return ("path" if not terms else "both") if path is not None else ("slope" if terms else "none")
+
+
 def _split(bias: Bias) -> tuple[list[SlopeTerm], PathBias | None]:
     terms: list[SlopeTerm] = []
     path = None

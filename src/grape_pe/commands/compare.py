@@ -11,49 +11,52 @@ from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 from .train import add_settings
 
+PROBE = "probe."
 EXAMPLE = "grape compare small --encodings rope,fox,grape-ap,grape-ap+kv --seeds 3 --out results/mine"
-LOOK = """What to look at:
-  the table      lower loss is better; a gap smaller than the spread of the seeds says nothing
-  16x            the loss at sixteen times the training length: does the encoding hold beyond it?
-  the report     curves, heatmaps and each encoding's picture: {report}"""
 
 
 def add_parsers(commands: Commands) -> None:
     about = (
         "Train each encoding for each seed under one recipe, evaluate, and write a report. WHAT is demo,\n"
         "small, flip-flop, probes, or a YAML file; its recipe takes settings as grape train does\n"
-        "(--train.steps 500). Stopped or killed, the same line goes on where it was; more encodings or\n"
-        "seeds can be added later. +kv after an encoding adds KV-shift."
+        "(--train.steps 500), and that of its probes with probe. before them (--probe.train.steps 500),\n"
+        "or without where only probes are trained. Stopped or killed, the same line goes on where it was;\n"
+        "more encodings or seeds can be added later. +kv after an encoding adds KV-shift,\n"
+        "[name=value] before it sets options (quote brackets in a shell)."
     )
     parser = add_command(commands, "compare", run_compare, "compare encodings", EXAMPLE, about)
     parser.add_argument("comparison", metavar="WHAT", help="a shipped comparison or a file")
-    parser.add_argument("--encodings", help="separated by commas (default: those of WHAT)")
+    parser.add_argument(
+        "--encodings",
+        help="separated by commas, such as 'rope,fox[forget_bias=4]+kv' (default: those of WHAT)",
+    )
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--tasks", help="probes, separated by commas; none for no probe")
     parser.add_argument("--out", help="directory of the results (default: results/WHAT)")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once (default: one a GPU or core)")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
-    add_settings(parser, shortcuts=False)
+    add_settings(parser, ("", PROBE))
     add_json(parser)
 
 
 def run_compare(options: argparse.Namespace) -> int:
     require("pydantic", "lab")
     require("plotly", "lab")
+    from ..lab.arms import split_arms
     from ..lab.compare import compare
     from ..lab.comparison import load_comparison
-    from ..lab.config import field_names
     from ..lab.report import read_results, results_json, table
+    from ..lab.report.verdict import verdict
 
     if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
         raise CommandError("--jobs and --seeds count things: give 1 or more")
     given = vars(options)
     comparison = load_comparison(
         options.comparison,
-        arms=_listed(options.encodings),
+        arms=None if options.encodings is None else split_arms(options.encodings),
         seeds=options.seeds,
         tasks=[] if options.tasks == "none" else _listed(options.tasks),
-        overrides={name: given[name] for name in field_names() if name in given},
+        overrides={name: given[name] for name in options.unknown_settings if name in given},
     )
     out = Path(options.out or Path("results") / Path(options.comparison).stem)
     report = compare(comparison, out, side_by_side=options.jobs, quiet=options.quiet or options.json)
@@ -61,7 +64,12 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
-        print(f"{table(results)}\n\n{LOOK.format(report=report)}")
+        said = verdict(results)
+        print(f"{table(results)}\n\n{said.headline}")
+        print("".join(f"  {sentence}\n" for sentence in said.details), end="")
+        for note in results.notes:
+            print(f"Note: {note}")
+        print(f"Report: {report}")
     return OK
 
 

@@ -40,17 +40,14 @@ def _add_prepare(kinds: Commands) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        default="gpt2",
-        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: gpt2)",
+        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of fineweb-edu, gpt2)",
     )
     parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
     parser.add_argument("--config", help="configuration of a Hugging Face dataset")
     parser.add_argument("--split", default="train", help="its split (default: train)")
     parser.add_argument("--shard-tokens", type=_count, default=10**8, help="tokens a shard (default: 1e8)")
     parser.add_argument("--max-tokens", type=_count, help="stop after so many, such as 1e9")
-    parser.add_argument(
-        "--validation", type=float, default=0.005, help="share of documents held out (default: 0.005)"
-    )
+    parser.add_argument("--validation", type=float, default=0.005, help="share held out (default: 0.005)")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
     )
@@ -77,13 +74,13 @@ def _count(text: str) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from ..lab.data import open_source, prepare
+    from ..lab.data import default_tokenizer, open_source, prepare
 
     source = open_source(options.source, field=options.field, config=options.config, split=options.split)
     prepare(
         source,
         options.out,
-        tokenizer=options.tokenizer,
+        tokenizer=options.tokenizer or default_tokenizer(options.source),
         shard_tokens=options.shard_tokens,
         validation=options.validation,
         max_tokens=options.max_tokens,

@@ -1,7 +1,7 @@
 """How a command ends."""
 
 #: exit codes, as the docs list them
-OK, BAD_INPUT, DIVERGED = 0, 2, 3
+OK, CHECK_FAILED, BAD_INPUT, DIVERGED = 0, 1, 2, 3
 
 
 class CommandError(Exception):

@@ -36,7 +36,9 @@ def run_report(options: argparse.Namespace) -> int:
         print(json.dumps({**results_json(results), "report": str(out)}, indent=2))
         return OK
     print(table(results))
-    print(f"\n{verdict(results).headline}\n")
+    said = verdict(results)
+    print(f"\n{said.headline}")
+    print("".join(f"  {sentence}\n" for sentence in said.details), end="")
     for note in results.notes:
         print(f"Note: {note}")
     print(f"Report: {out}")

@@ -29,18 +29,20 @@ def run_sample(options: argparse.Namespace) -> int:
     from ..lab.data import load_tokenizer
     from ..lab.final import load_model, tokenizer_directory
     from ..lab.sampling import sample_tokens
+    from ..lab.world import default_device
 
     words = load_tokenizer(tokenizer_directory(options.checkpoint))
-    model = load_model(options.checkpoint)
+    model = load_model(options.checkpoint).to(default_device())
     prompt = [words.eos, *words.encode(options.prompt)]
     tokens: list[int] = []
     shown = ""
-    if not options.json:
-        print(options.prompt, end="", flush=True)
-    for token in sample_tokens(
+    coming = sample_tokens(
         model, prompt, count=options.tokens, temperature=options.temperature,
         top_p=options.top_p, seed=options.seed, stop=words.eos,
-    ):  # fmt: skip
+    )  # fmt: skip
+    if not options.json:
+        print(options.prompt, end="", flush=True)
+    for token in coming:
         tokens.append(token)
         text = words.decode(tokens)
         if not options.json and not text.endswith("�"):  # a character may take several tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ def add_parsers(commands: Commands) -> None:
     )
     parser = add_command(commands, "train", run_train, "train a model", EXAMPLE, about)
     parser.add_argument("recipe", metavar="RECIPE", help="such as demo, small, paper-medium, or a file")
+    _add_shortcuts(parser)
     add_settings(parser)
     parser.add_argument("--out", help="the run's directory (needed to train)")
     parser.add_argument("--resume", action="store_true", help="continue the run there; from nothing, start")
@@ -37,18 +39,17 @@ def add_parsers(commands: Commands) -> None:
     add_json(listing)
 
 
-def add_settings(parser: argparse.ArgumentParser, shortcuts: bool = True) -> None:
+def add_settings(parser: argparse.ArgumentParser, prefixes: Sequence[str] = ("",)) -> None:
     """Every setting as an option of its dotted name, kept out of the help, which would fill pages."""
-    if shortcuts:
-        _add_shortcuts(parser)
     parser.set_defaults(unknown_settings=[])
     try:
         from ..lab.config import field_names
     except ImportError:  # told when the command runs
         return
-    for name in field_names():
+    names = [f"{prefix}{name}" for prefix in prefixes for name in field_names()]
+    for name in names:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    parser.set_defaults(unknown_settings=field_names())
+    parser.set_defaults(unknown_settings=names)
 
 
 def _add_shortcuts(parser: argparse.ArgumentParser) -> None:

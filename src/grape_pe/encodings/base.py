@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -77,19 +77,32 @@ class FullPrecision(nn.Module):
     """A module whose own parameters and buffers never fall below float32.
 
     A frequency rounded to bfloat16 is a different frequency: `.to(torch.bfloat16)` moves such
-    tensors but keeps their precision. Child modules (projections) are cast as usual.
+    tensors but keeps their precision, and they are float32 also where torch's default dtype is shorter.
+    Child modules (projections) are cast as usual.
     """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and _too_short(param):
+            param = nn.Parameter(param.detach().float(), param.requires_grad)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        short = tensor is not None and _too_short(tensor)
+        super().register_buffer(name, tensor.float() if tensor is not None and short else tensor, persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullPrecision:
         def keep(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            too_short = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if too_short else moved
+            return tensor.to(moved.device) if _too_short(moved) else moved
 
         if recurse:
             for child in self.children():
                 child._apply(fn)
         return super()._apply(keep, recurse=False)  # type: ignore[no-any-return]
+
+
+def _too_short(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
 def own_parameter(*size: int) -> nn.Parameter:
@@ -174,6 +187,9 @@ class Encoding(FullPrecision, ABC):
             x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
         with without_autocast(q):
             return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)
+
+    if TYPE_CHECKING:  # nn.Module declares that a call returns Any
+        __call__ = forward
 
     def _check_heads(self, q: Tensor, k: Tensor) -> None:
         shape = self.shape

@@ -71,10 +71,6 @@ class _SkewExp(torch.autograd.Function):
             grad_skew = _divided_difference_sum(g, modes, mu, half, n, basis, skew.shape)
         return grad_y.sum_to_size(y.shape), grad_skew, grad_n
 
-
-class _SkewExpAnyMode(_SkewExp):
-    """Forward mode and vmap as well, which torch.compile cannot trace in a custom function."""
-
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         y, skew, n, out = ctx.saved_tensors
@@ -91,7 +87,7 @@ class _SkewExpAnyMode(_SkewExp):
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Any, Any]:
         y, skew, n = inputs
         y, skew, n = batch_first(dims, y, skew, n.unsqueeze(-1))  # n has an axis less than the others
-        out = _SkewExpAnyMode.apply(y.expand(info.batch_size, *y.shape[1:]), skew, n.squeeze(-1))
+        out = _SkewExp.apply(y.expand(info.batch_size, *y.shape[1:]), skew, n.squeeze(-1))
         return out, (0,) * len(out)
 
 
@@ -145,9 +141,15 @@ def _pair_sum(left: Tensor, right: Tensor, shape: torch.Size) -> Tensor:
 
 
 def skew_exp_apply(y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
-    """exp(n L_r) y without forming a matrix for any token. Exact gradients to y, L_r and n."""
-    function = _SkewExp if torch.compiler.is_compiling() else _SkewExpAnyMode
-    return function.apply(y, skew, n)[0]  # type: ignore[no-any-return]
+    """exp(n L_r) y without forming a matrix for any token. Exact gradients to y, L_r and n.
+
+    torch.compile cannot trace this custom function (its shapes, its forward mode): there the exponentials
+    are formed, an r x r matrix a token.
+    """
+    if torch.compiler.is_compiling():
+        turn = matrix_exp(n[..., None, None] * skew.unsqueeze(-3)).to(y.dtype)
+        return (turn @ y.unsqueeze(-1)).squeeze(-1)
+    return _SkewExp.apply(y, skew, n)[0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,136 +1,17 @@
-"""Moving in: give a live pretrained Llama or Qwen model another encoding, its logits unchanged at first.
+"""Give a pretrained Llama or Qwen model another encoding; its logits stay as they are until it is trained.
 
 adapt(model, "rope+grape-ap")         # then train; only the new parameters by default
-save_adapter(model, "ap.safetensors")
+model.save_pretrained("adapted")      # AutoModelForCausalLM.from_pretrained("adapted") loads it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..extras import require
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-require("transformers", "hf")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
-from transformers.cache_utils import Cache  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM  # noqa: E402
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM  # noqa: E402
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM  # noqa: E402
-
-from ..attention import attend  # noqa: E402
-from ..encodings import Encoding, build  # noqa: E402
-from ..models.blocks import attention_weights  # noqa: E402
-from ..models.layer_cache import Seen  # noqa: E402
-from .cache import layer_of  # noqa: E402
-from .fade import fade_in  # noqa: E402
-from .model import make_layout  # noqa: E402
-
-#: rotations that can start as the model's own RoPE
-ROTATIONS = ("rope", "grape-m", "grape-m-basis")
-#: kinds of rope_parameters with one fixed spectrum
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-IMPLEMENTATION = "grape"
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """What `adapt` was told; enough to do it again."""
-
-    encoding: str
-    options: Mapping[str, Any]
-    shared: bool
-
-
-class Adapted(nn.Module):
-    """What the attention of an adapted model does instead of its own rotation, cache and softmax."""
-
-    adapter: Adapter
-    encoding: Encoding | None
-    shared: tuple[Encoding, ...]  # in a tuple, so that it is registered once, by the model
-    scale: float
-    rollback: int = 128
-
-    def used(self) -> Encoding:
-        return self.shared[0] if self.encoding is None else self.encoding
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[operator,arg-type]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return q, k, v
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        x, encoding = hidden_states, self.used()
-        layers = None
-        if past_key_values is not None:
-            layers = [layer_of(past_key_values, self.layer_idx)]  # type: ignore[arg-type]
-        if attention_mask is not None and bool((attention_mask == 0).any()):
-            position_ids = None  # counted over the tokens that are there
-        else:
-            attention_mask = None
-        layout = make_layout(x, attention_mask, position_ids, layers)
-        q, k, v = self.project(x)
-        if layers is not None:
-            seen = layers[0].open(encoding, None, self.rollback).append_layout(q, k, v, x, layout)
-            layers[0].sync()
-        else:
-            code = encoding(q, k, x=x, v=v, positions=layout.positions)
-            masks = {"documents": layout.documents, "key_padding": layout.padding}
-            seen = Seen(code.q, code.k, v, code.bias, {n: t for n, t in masks.items() if t is not None})
-        y = attend(seen.q, seen.k, seen.v, bias=seen.bias, scale=self.scale, **seen.masks)
-        dense = attention_weights(seen, self.scale) if kwargs.get("output_attentions") else None
-        return self.o_proj(y.transpose(1, 2).flatten(2)), dense  # type: ignore[operator]
-
-
-class AdaptedLlamaAttention(Adapted, LlamaAttention):  # type: ignore[misc]
-    pass
-
-
-class AdaptedQwen2Attention(Adapted, Qwen2Attention):
-    pass
-
-
-class AdaptedQwen3Attention(Adapted, Qwen3Attention):
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
-
-
-FAMILIES: dict[type[PreTrainedModel], type[Adapted]] = {
-    LlamaForCausalLM: AdaptedLlamaAttention,
-    Qwen2ForCausalLM: AdaptedQwen2Attention,
-    Qwen3ForCausalLM: AdaptedQwen3Attention,
-}
-
-
-def _padding_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """The (batch, tokens) mask as it came: an adapted layer makes no T x T mask of it."""
-    return attention_mask
-
-
-def _unreachable(module: nn.Module, *_: Any, **__: Any) -> Any:
-    raise TypeError(
-        f"attn_implementation={IMPLEMENTATION!r} belongs to models changed by grape_pe.hf.adapt, "
-        f"and {type(module).__name__} is not; use sdpa"
-    )
-
-
-AttentionMaskInterface.register(IMPLEMENTATION, _padding_mask)
-AttentionInterface.register(IMPLEMENTATION, _unreachable)
+from .adapted import FAMILIES, AdaptedConfig, AdaptedForCausalLM, build_encodings, change_class, install
 
 
 def adapt(
@@ -143,7 +24,9 @@ def adapt(
 ) -> PreTrainedModel:
     """Replace the encoding of a pretrained model, in place; its logits stay as they were until it is trained.
 
-    A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `Faded`).
+    A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `Faded`). The model
+    becomes a `GrapeLlamaForCausalLM` (or Qwen2, Qwen3) with a configuration of its own, which
+    `save_pretrained` and `from_pretrained` keep.
 
     Args:
         model: a Llama, Qwen2 or Qwen3 model for causal language modelling.
@@ -155,85 +38,63 @@ def adapt(
     family = _family(model)
     if train not in ("new", "all"):
         raise ValueError(f'train must be "new" or "all", got {train!r}')
-    info = Adapter(encoding, options, shared)
-    built = [_encoding(model, info) for _ in range(1 if shared else model.config.num_hidden_layers)]
+    config = family.config_class.from_stock(model.config, encoding, options, shared)  # type: ignore[union-attr]
+    encodings = build_encodings(model.model, config)
+    for i, built in enumerate(encodings):
+        weight: Any = model.model.layers[i].self_attn.q_proj.weight
+        built.to(weight.device, model.dtype)
     if train == "new":
         model.requires_grad_(False)
-    if shared:
-        model.model.add_module("grape_encoding", built[0])
-    for i, layer in enumerate(model.model.layers):
-        attention = layer.self_attn
-        attention.__class__ = family
-        attention.adapter = info
-        attention.encoding = None if shared else built[i]
-        attention.shared = (built[0],) if shared else ()
-        attention.scale = attention.scaling * model.model.rotary_emb.attention_scaling**2
-    model.config._attn_implementation = IMPLEMENTATION
-    model._supports_attention_backend = False
+    _replace_config(model, config)
+    change_class(model, family)
+    change_class(model.model, family.base)
+    install(model.model, encodings)
     return model
 
 
-def adapter_of(model: PreTrainedModel) -> Adapter:
-    """What the model was adapted to; an error if it was not."""
-    if type(model) not in FAMILIES or not isinstance(model.model.layers[0].self_attn, Adapted):
+def _family(model: PreTrainedModel) -> type[AdaptedForCausalLM]:
+    if isinstance(model, AdaptedForCausalLM):
+        raise ValueError(f"this model already has {model.config.encoding!r}; load the original again")
+    if type(model) not in FAMILIES:
+        known = ", ".join(cls.__name__ for cls in FAMILIES)
+        raise TypeError(
+            f"adapt takes {known}; got {type(model).__name__}. Adapt before PEFT or torch.compile wrap it"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "some parameters are on the meta device (offloaded or not loaded); load the model first"
+        )
+    return FAMILIES[type(model)]
+
+
+def _replace_config(model: PreTrainedModel, config: AdaptedConfig) -> None:
+    """The new configuration in every module that has the old one, which other models may share.
+
+    The name is dropped: under it PEFT and others would load the model without its encoding.
+    """
+    old = model.config
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = config  # type: ignore[assignment]
+    config._attn_implementation = model._check_and_adjust_attn_implementation("grape")
+    model.name_or_path = ""
+
+
+def adapted_config(model: PreTrainedModel) -> AdaptedConfig:
+    """The configuration of an adapted model; an error if it is not one."""
+    if not isinstance(model, AdaptedForCausalLM):
         raise ValueError(f"this {type(model).__name__} has not been adapted; call adapt(model, …) first")
-    return model.model.layers[0].self_attn.adapter
+    return model.config  # type: ignore[no-any-return]
 
 
 def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters `adapt` added, by name."""
-    held = set(new_state(model))
-    return {name: p for name, p in model.named_parameters() if name in held}
+    added = set(new_state(model))
+    return {name: p for name, p in model.named_parameters() if name in added}
 
 
 def new_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """Everything `adapt` added: parameters and buffers, by name."""
-    if adapter_of(model).shared:
-        prefixes = ["model.grape_encoding."]
-    else:
-        prefixes = [f"model.layers.{i}.self_attn.encoding." for i in range(len(model.model.layers))]
-    return {name: t for name, t in model.state_dict().items() if name.startswith(tuple(prefixes))}
-
-
-def _family(model: PreTrainedModel) -> type[Adapted]:
-    if type(model) not in FAMILIES:
-        known = ", ".join(cls.__name__ for cls in FAMILIES)
-        raise TypeError(f"adapt knows {known}; got {type(model).__name__}. Wrap with PEFT after adapting")
-    if isinstance(model.model.layers[0].self_attn, Adapted):
-        raise ValueError(f"this model already has {adapter_of(model).encoding!r}; load the original again")
-    config = model.config
-    kind = config.rope_parameters["rope_type"]
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"rope_type {kind!r} changes its frequencies as it goes; adapt knows {ROPE_TYPES}")
-    planes = model.model.rotary_emb.inv_freq.shape[0]
-    if 2 * planes != model.model.layers[0].self_attn.head_dim:
-        raise ValueError(f"the model rotates only {2 * planes} features of a head; adapt needs all of them")
-    if config.attention_dropout:
-        raise ValueError(f"attention_dropout={config.attention_dropout} is not supported; set it to 0.0")
-    if "sliding_attention" in config.to_dict().get("layer_types", []):
-        raise ValueError("layers with a sliding window cannot be adapted")
-    return FAMILIES[type(model)]
-
-
-def _encoding(model: PreTrainedModel, info: Adapter) -> Encoding:
-    """The new encoding, starting as the model's own rotation and nothing else."""
-    config, attention = model.config, model.model.layers[0].self_attn
-    rotations = [part for part in info.encoding.split("+") if part in ROTATIONS]
-    spectrum = {"spectrum": model.model.rotary_emb.inv_freq.tolist()} if rotations else {}
-    encoding = build(
-        info.encoding,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
-        width=config.hidden_size,
-        **spectrum,
-        **info.options,
-    )
-    if not rotations:
-        raise ValueError(
-            f"{info.encoding!r} would change the logits: the rotation the model was trained with must stay, "
-            f"as one of {', '.join(ROTATIONS)}; for example 'rope+{info.encoding}'"
-        )
-    weight = attention.q_proj.weight
-    with torch.no_grad():
-        return fade_in(encoding).to(weight.device, weight.dtype)
+    layers = range(adapted_config(model).num_hidden_layers)
+    prefixes = ("model.encoding.", *(f"model.layers.{i}.self_attn.encoding." for i in layers))
+    return {name: t for name, t in model.state_dict().items() if name.startswith(prefixes)}

@@ -1,12 +1,13 @@
-"""Cache layers for Hugging Face: `LayerCache` behind the interface `generate` expects.
+"""Cache layers for Hugging Face: a `StreamingCache` behind the interface `generate` expects.
 
 `generate` builds them from the configuration's layer types. A cache with plain layers, as a user may pass it,
-is upgraded while it is empty and refused when it is not: it has no room for what tokens leave behind.
+is upgraded while it is empty and refused when it is not: it has no room for bias tensors and states.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,42 +15,36 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
+from ..cache import StreamingCache
 from ..encodings import Encoding
-from ..models.kv_shift import KVShift
-from ..models.layer_cache import LayerCache
 from .config import LAYER_TYPE
 
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.setdefault(LAYER_TYPE, create_causal_mask)
 
 
 class _Stream:
-    """What both kinds of layer share: everything is forwarded to a `LayerCache`, made at first use."""
+    """What both kinds of layer share: everything is forwarded to a `StreamingCache`, made at first use."""
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
     supports_early_init = False
     capacity: int | None = None
+    stream: StreamingCache | None = None
 
-    def _start(self) -> None:
-        self.stream: LayerCache | None = None
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.is_initialized = False
-
-    def open(self, encoding: Encoding, kv_shift: KVShift | None, rollback: int) -> LayerCache:
-        """The `LayerCache` of this layer; made now if there is none."""
+    def open(self, make: Callable[..., StreamingCache], encoding: Encoding, rollback: int) -> StreamingCache:
+        """The `StreamingCache` of this layer; made now by `make` if there is none."""
         if self.stream is None:
-            self.stream = LayerCache(encoding, capacity=self.capacity, rollback=rollback, kv_shift=kv_shift)
+            self.stream = make(encoding, capacity=self.capacity, rollback=rollback)
             self.is_initialized = True
         return self.stream
 
-    def sync(self) -> None:
-        """Show the keys and values held, for code that looks at them."""
-        if self.stream is not None and self.stream.length:
-            self.keys, self.values = self.stream.tokens.view("k"), self.stream.tokens.view("v")
-        else:
-            self.keys = self.values = None
+    def _view(self, name: str) -> Tensor | None:
+        return None if self.stream is None or not self.stream.length else self.stream.tokens.view(name)
+
+    # for code that looks at keys and values; transformers' own layers set them to None when built
+    keys = property(lambda self: self._view("k"), lambda self, value: None)
+    values = property(lambda self: self._view("v"), lambda self, value: None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise TypeError("a grape cache layer is filled by the model itself, not from keys and values alone")
@@ -61,7 +56,7 @@ class _Stream:
         )
 
     def get_seq_length(self) -> int:
-        return 0 if self.stream is None else self.stream.length
+        return 0 if self.stream is None else self.stream.sequences.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -72,34 +67,29 @@ class _Stream:
     def reset(self) -> None:
         if self.stream is not None:
             self.stream.reset()
-        self.sync()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         if self.stream is not None and tokens_to_remove:
-            self.stream.crop(-tokens_to_remove)
-        self.sync()
+            self.stream.crop_columns(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.stream is not None and self.stream.length:
+        if self.stream is not None:
             self.stream.select(beam_idx)
-        self.sync()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.reorder_cache(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.stream is not None and self.stream.length:
+        if self.stream is not None:
             self.stream.repeat(repeats)
-        self.sync()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of what is held, not of the model's modules it belongs to."""
         twin = copy.copy(self)
-        twin.stream = None if self.stream is None else self.stream.fork()  # type: ignore[assignment]
-        twin.sync()
+        twin.stream = None if self.stream is None else self.stream.fork()
         return twin
 
 
@@ -110,7 +100,6 @@ class GrapeDynamicLayer(_Stream, DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
-        self._start()
 
 
 class GrapeStaticLayer(_Stream, StaticLayer):
@@ -121,7 +110,6 @@ class GrapeStaticLayer(_Stream, StaticLayer):
     def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self.capacity = max_cache_len
-        self._start()
 
 
 def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:

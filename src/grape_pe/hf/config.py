@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, configuration_utils
 
 from ..models.config import HF_NAMES, DecoderConfig
 
 LAYER_TYPE = "grape_attention"
+# Trainer reads config.json of a checkpoint as a plain PreTrainedConfig, which refuses types it does not know
+if LAYER_TYPE not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += (LAYER_TYPE,)  # type: ignore[assignment]
 
 
 @strict
@@ -50,7 +55,7 @@ class GrapeConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.hidden_act != "silu":
             raise ValueError(f'hidden_act must be "silu" (the decoder is SwiGLU), got {self.hidden_act!r}')
-        self.encoding_options = {} if self.encoding_options is None else self.encoding_options
+        self.encoding_options = check_options(self.encoding_options)
         filled = self.to_decoder()
         self.intermediate_size, self.head_dim = filled.hidden, filled.head_dim
         self.num_key_value_heads = filled.kv_heads
@@ -67,3 +72,15 @@ class GrapeConfig(PreTrainedConfig):
         values = {theirs: self.__dict__[theirs] for theirs in HF_NAMES.values()}
         sizes = ("intermediate_size", "num_key_value_heads", "head_dim")
         return DecoderConfig.from_hf(values | {name: values[name] or 0 for name in sizes})
+
+
+def check_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options as config.json will hold them (tuples become lists); an error if it cannot hold them."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(options or {})))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"encoding_options must be what config.json can hold: numbers, strings, lists, dicts; "
+            f"got {options!r} ({error}). Pass tensors as lists: t.tolist()"
+        ) from error
+    return plain

@@ -29,7 +29,7 @@ from ..encodings import Encoding, convert_layout  # noqa: E402
 from ..encodings.rotary import BasisRotary, Rotary  # noqa: E402
 from ..models.config import DecoderConfig  # noqa: E402
 from ..models.decoder import Decoder  # noqa: E402
-from .adapter import FAMILIES, Adapted  # noqa: E402
+from .adapted import AdaptedForCausalLM  # noqa: E402
 from .model import GrapeForCausalLM  # noqa: E402
 
 Source = Decoder | PreTrainedModel
@@ -101,8 +101,8 @@ def _encodings(model: Source) -> list[Encoding]:
         if model.config.kv_shift:
             raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
         return [model.model.encoding_of(i) for i in range(model.config.num_hidden_layers)]
-    if type(model) in FAMILIES and isinstance(model.model.layers[0].self_attn, Adapted):
-        return [layer.self_attn.used() for layer in model.model.layers]
+    if isinstance(model, AdaptedForCausalLM):
+        return [model.model.encoding or layer.self_attn.encoding for layer in model.model.layers]
     raise TypeError(
         f"export takes a Decoder, a GrapeForCausalLM or an adapted model, got {type(model).__name__}"
     )
@@ -151,10 +151,9 @@ def _dtype(model: Source) -> torch.dtype:
 
 def _stock_config(model: Source, normed: bool) -> PreTrainedConfig:
     if not isinstance(model, Decoder | GrapeForCausalLM):
-        if type(model) not in (LlamaForCausalLM, Qwen3ForCausalLM):
+        if not isinstance(model, LlamaForCausalLM | Qwen3ForCausalLM):
             raise ValueError(f"{type(model).__name__} cannot be exported; Llama and Qwen3 can")
-        said = model.config.to_dict()
-        return type(model.config).from_dict({k: v for k, v in said.items() if k != "rope_parameters"})
+        return model.config.to_stock()  # type: ignore[no-any-return]
     plain: DecoderConfig = model.config if isinstance(model, Decoder) else model.config.to_decoder()
     positions, special = 4096, {}
     if isinstance(model, GrapeForCausalLM):
@@ -181,7 +180,7 @@ def _stock_config(model: Source, normed: bool) -> PreTrainedConfig:
 def _stock_state(model: Source, encodings: list[Rotary]) -> dict[str, Tensor]:
     """The weights under stock names, which are ours, without the encodings and with bases folded in."""
     ours = [f"model.layers.{i}.self_attn.encoding." for i in range(len(encodings))]
-    ours += ["model.encoding.", "model.grape_encoding."]
+    ours.append("model.encoding.")
     state = {
         name: tensor.detach().clone()
         for name, tensor in model.state_dict().items()

@@ -23,19 +23,19 @@ class Faded(Encoding):
         super().__init__(encoding.shape, encoding.coords)
         self.contextual = encoding.contextual  # type: ignore[misc]
         self.nonpositive = encoding.nonpositive  # type: ignore[misc]
-        self.encoding = encoding
+        self.part = encoding
         self.amplitude = nn.Parameter(torch.zeros(encoding.shape.heads))
 
     def reset_parameters(self) -> None:
-        self.encoding.reset_parameters()
+        self.part.reset_parameters()
         nn.init.zeros_(self.amplitude)
 
     @property
     def breaks_relative_law(self) -> str | None:
-        return self.encoding.breaks_relative_law
+        return self.part.breaks_relative_law
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        code = self.encoding.encode(tokens, state)
+        code = self.part.encode(tokens, state)
         a = self.amplitude.to(tokens.working)
         amplitude = a + (a.clamp(min=0.0) - a).detach()
         return Encoded(code.q, code.k, faded(code.bias, amplitude.view(1, -1, 1)), code.state)

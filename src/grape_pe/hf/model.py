@@ -3,8 +3,6 @@
 Annotations are evaluated here: transformers reads the configuration's class from one of them.
 """
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,35 +13,28 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from ..cache import Layout, arrange, check_packing
 from ..encodings import Encoding
-from ..encodings.base import FullPrecision
-from ..models.blocks import EMBEDDING_STD, Block, check_packing
+from ..models.blocks import EMBEDDING_STD, Block
 from ..models.kv_shift import KVShift
-from ..models.layout import Layout, Tail, positions_from_mask
 from ..models.loss import cross_entropy
 from ..models.norm import RMSNorm
-from ..models.remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
 from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
 from .config import GrapeConfig
+from .pretrained import GrapePretrained, full_precision_names, reset_missing
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
     """The decoder's block, with Hugging Face's gradient checkpointing."""
 
 
-class GrapePreTrainedModel(PreTrainedModel):
+class GrapePreTrainedModel(GrapePretrained):
     config: GrapeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["GrapeDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
-    _supports_attention_backend = False  # backends that bring their own attention would lose the bias
-    _can_compile_fullgraph = False
-
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Not as custom code, of which modules without parameters of their own are passed over."""
-        super()._initialize_weights(module, False)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -57,64 +48,6 @@ class GrapePreTrainedModel(PreTrainedModel):
         elif isinstance(module, (Block, Encoding, KVShift)):
             reset_missing(module)
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but from safetensors only, and never with tensors missing."""
-        if kwargs.pop("use_safetensors", True) is False or kwargs.pop("weights_only", True) is False:
-            raise ValueError("grape models are loaded from safetensors only: pickles can run code")
-        if "config" not in kwargs and args:
-            said, _ = GrapeConfig.get_config_dict(*args[:1], **kwargs)
-            if said["model_type"] != GrapeConfig.model_type:
-                raise ValueError(
-                    f"{args[0]} holds a {said['model_type']} model, not a grape one; load it with "
-                    "AutoModelForCausalLM and move it in with grape_pe.hf.adapt"
-                )
-        both = kwargs.pop("output_loading_info", False)
-        loaded: Any = super().from_pretrained(
-            *args, use_safetensors=True, weights_only=True, output_loading_info=True, **kwargs
-        )
-        model, info = loaded
-        lost = sorted(info["missing_keys"])
-        if lost:
-            raise ValueError(
-                f"this is not a checkpoint of a grape {model.config.encoding} model: "
-                f"it lacks {len(lost)} tensors, first {lost[0]!r}; "
-                "check the directory, and `encoding` in its config.json"
-            )
-        return (model, info) if both else model
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with a small file that lets the Hub load the model through this package."""
-        self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        Path(save_directory, REMOTE_FILE).write_text(REMOTE_CODE)
-
-
-def reset_missing(module: Block | Encoding | KVShift) -> None:
-    """`reset_parameters`, keeping what a checkpoint has already filled."""
-    tensors = [*module.parameters(), *module.buffers()]
-    loaded = [t for t in tensors if getattr(t, "_is_hf_initialized", False)]  # set by transformers
-    if len(loaded) == len(tensors):
-        return
-    kept = [t.detach().clone() for t in loaded]
-    module.reset_parameters()
-    for tensor, value in zip(loaded, kept, strict=True):
-        tensor.copy_(value)
-
-
-def keep_islands(model: nn.Module) -> list[str]:
-    """Bring frequencies, slopes and the like to float32; returns their names, which stay so when loading."""
-    names = []
-    for prefix, module in model.named_modules():
-        if not isinstance(module, FullPrecision):
-            continue
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        for name, tensor in own.items():
-            names.append(f"{prefix}.{name}")
-            if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-                tensor.data = tensor.data.float()
-    return names
-
 
 class GrapeModel(GrapePreTrainedModel):
     """Embedding, blocks, last norm."""
@@ -127,13 +60,11 @@ class GrapeModel(GrapePreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.encoding = decoder.build_encoding() if decoder.shared_encoding else None
         self.gradient_checkpointing = False
-        self._keep_in_fp32_modules_strict = keep_islands(self)
+        self._keep_in_fp32_modules_strict = full_precision_names(self)
         self.post_init()
 
     def encoding_of(self, layer: int) -> Encoding:
-        found = self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore[union-attr]
-        assert isinstance(found, Encoding)
-        return found
+        return self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore
 
     def forward(
         self,
@@ -150,30 +81,19 @@ class GrapeModel(GrapePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        held = self._cache_layers(past_key_values, use_cache)
-        cache = held.pop("cache")
-        layout = make_layout(x, attention_mask, position_ids, held["layers"])
+        cache = cache_for(self, past_key_values, use_cache)
+        layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
+        layout = make_layout(x, attention_mask, position_ids, layers)
         check_packing(self.encoding_of(0), layout)
         weights = self.config.output_attentions if output_attentions is None else output_attentions
         every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        x, states, attentions = self._blocks(x, layout, held["layers"], bool(weights))
+        x, states, attentions = self._blocks(x, layout, layers, bool(weights))
         return BaseModelOutputWithPast(
             last_hidden_state=x,  # type: ignore[arg-type]
             past_key_values=cache,
             hidden_states=states if every else None,  # type: ignore[arg-type]
             attentions=attentions if weights else None,  # type: ignore[arg-type]
         )
-
-    def _cache_layers(self, cache: Cache | None, use_cache: bool | None) -> dict[str, Any]:
-        """The cache to fill and its layers; in training none is made unless asked for."""
-        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if self.training and self.gradient_checkpointing:
-            wanted, cache = False, None
-        if cache is None and wanted:
-            cache = DynamicCache(config=self.config)
-        if cache is None:
-            return {"cache": None, "layers": None}
-        return {"cache": cache, "layers": [layer_of(cache, i) for i in range(len(self.layers))]}
 
     def _blocks(
         self,
@@ -187,44 +107,41 @@ class GrapeModel(GrapePreTrainedModel):
         for i, block in enumerate(self.layers):
             stream = None
             if layers is not None:
-                shift = block.self_attn.kv_shift  # type: ignore[union-attr]
-                stream = layers[i].open(self.encoding_of(i), shift, self.config.rollback)  # type: ignore[arg-type]
+                stream = layers[i].open(block.self_attn.cache, self.encoding_of(i), self.config.rollback)  # type: ignore[union-attr,arg-type]
             x, dense = block(x, layout, self.encoding, stream, weights)
             attentions.append(dense)
             states += (x,)
-            if layers is not None:
-                layers[i].sync()
         x = self.norm(x)
         return x, (*states[:-1], x), tuple(attentions)
 
 
+def cache_for(model: PreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+    """The cache to fill; in training none is made unless asked for, and none goes with checkpointing."""
+    if model.training and model.gradient_checkpointing:
+        return None
+    wanted = model.config.use_cache and not model.training if use_cache is None else use_cache
+    return DynamicCache(config=model.config) if cache is None and wanted else cache
+
+
 def make_layout(x: Tensor, mask: Tensor | None, positions: Tensor | None, layers: list[Any] | None) -> Layout:
     """Where the new tokens stand, from Hugging Face's arguments and what the cache already holds."""
+    batch, count = x.shape[:2]
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < count):
+        raise ValueError(
+            f"attention_mask must be (batch, tokens so far), 0 on padding; got {tuple(mask.shape)} for "
+            f"{count} new tokens. Masks of other shapes are not supported: use position_ids for packing"
+        )
+    if mask is None and positions is None and layers is None:
+        return Layout()
     stream = layers[0].stream if layers else None
-    tail: Tail | None = None if stream is None else stream.tail()
-    count = x.shape[1]
-    padding = None
-    if mask is not None:
-        if mask.dim() != 2 or mask.shape[0] != x.shape[0] or mask.shape[1] < count:
-            raise ValueError(
-                f"attention_mask must be (batch, tokens so far), 0 on padding; got {tuple(mask.shape)} for "
-                f"{count} new tokens. Masks of other shapes are not supported: use position_ids for packing"
-            )
-        padding = mask[:, -count:] == 0
-    if positions is None:
-        if mask is None and layers is None:
-            return Layout()
-        positions = _positions(x, mask, tail)
-    elif positions.dim() == 1:
-        positions = positions[None]
-    return Layout.from_positions(positions.to(x.device), padding, tail)
-
-
-def _positions(x: Tensor, mask: Tensor | None, tail: Tail | None) -> Tensor:
-    if mask is not None:
-        return positions_from_mask(mask)[:, -x.shape[1] :]
-    steps = torch.arange(x.shape[1], device=x.device)[None]
-    return steps if tail is None else tail.next_position.long().unsqueeze(-1) + steps
+    return arrange(
+        batch,
+        count,
+        x.device,
+        positions=positions,
+        padding=None if mask is None else mask[:, mask.shape[1] - count :] == 0,
+        tail=None if stream is None else stream.tail(),
+    )
 
 
 class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
@@ -241,7 +158,6 @@ class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
         self.model = GrapeModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._keep_in_fp32_modules_strict = keep_islands(self)
         self.post_init()
 
     def forward(

@@ -14,14 +14,14 @@ from .comparison import EVALUATION, PICTURE, Comparison, Job
 from .data import load_tokenizer, open_dataset
 from .errors import Diverged
 from .feed import open_feed
+from .files import write_json, write_text
 from .final import load_model
 from .language import evaluate_language
-from .metrics import read_metrics
 from .pictures import picture
-from .run_directory import write_whole
+from .run_directory import read_metrics
 from .tasks import build_task, score
 from .trainer import train
-from .world import World
+from .world import World, default_device
 
 #: tokens of the validation text that an encoding's picture is drawn on
 PICTURE_TOKENS = 96
@@ -42,7 +42,7 @@ def run_job(job: Job, comparison: Comparison, root: Path) -> int:
         return 0
     if outcome.signal:
         return outcome.signal
-    model = load_model(directory).eval()
+    model = load_model(directory).to(default_device()).eval()
     with torch.no_grad():
         if job.task is not None:
             said |= _task_scores(job, comparison, model)
@@ -70,7 +70,7 @@ def _language(directory: Path, comparison: Comparison, model: Any, outcome: Any)
     found = evaluate_language(
         model, open_dataset(place), config.data.sequence, tokens=comparison.evaluation_tokens
     )
-    _draw(directory, model, place)
+    _draw(directory, model.cpu(), place)
     return {
         "parameters": model.parameter_count(),
         "train_length": config.data.sequence,
@@ -89,8 +89,8 @@ def _draw(directory: Path, model: Any, dataset: Path) -> None:
     shard = data.manifest.of("val")[0]
     tokens = torch.from_numpy(data.read(shard, 0, min(PICTURE_TOKENS, shard.tokens)))
     drawn = picture(model, tokens[None], [words.decode([token]) for token in tokens.tolist()])
-    write_whole(directory / PICTURE, json.dumps(drawn))
+    write_text(directory / PICTURE, json.dumps(drawn))
 
 
 def _write(directory: Path, said: dict[str, Any]) -> None:
-    write_whole(directory / EVALUATION, json.dumps(said, indent=1) + "\n")
+    write_json(directory / EVALUATION, said)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from .errors import LabError
+from .files import SCRATCH, damaged, read_json
 from .world import World
 
 # One process is no accident here. The warning comes from a background thread, beyond catch_warnings.
@@ -35,7 +36,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 STATE = "state.json"
 #: readers and writers wrap what went wrong in errors of their own, and torch's is no Exception
 FAILURES = (Exception, CheckpointException)
-HIDDEN = ".part-"
 #: a parameter without a gradient has no optimizer state, which is no error
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 
@@ -70,7 +70,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what a killed run left half written."""
         if self.world.first and self.directory.is_dir():
-            for left in self.directory.glob(f"{HIDDEN}*"):
+            for left in self.directory.glob(f"{SCRATCH}*"):
                 shutil.rmtree(left, ignore_errors=True)
         self.world.barrier()
 
@@ -80,7 +80,7 @@ class Checkpoints:
         final = self.directory / f"step-{progress.step:08d}"
         if final.exists():
             return
-        scratch = self.directory / f"{HIDDEN}{final.name}"
+        scratch = self.directory / f"{SCRATCH}{final.name}"
         self.world.agree(self._prepare(scratch, progress))
         writing = dcp.async_save(
             _tensors(*get_state_dict(model, optimizer, options=OPTIONS)),
@@ -102,9 +102,18 @@ class Checkpoints:
             return self._unwritable(problem)
         return None
 
-    def check(self) -> None:
-        """Say early if the background write failed; several ranks learn it together, in `finish`."""
-        if self.world.size == 1 and self.pending is not None and self.pending[0].done():
+    @property
+    def written(self) -> bool:
+        """Whether this rank's part of the write under way is on the disk, or has failed."""
+        return self.pending is not None and self.pending[0].done()
+
+    def check(self, ranks_written: float) -> None:
+        """Show the checkpoint under its name once every rank has written its part.
+
+        Args:
+            ranks_written: how many ranks are `written`, summed over all of them, so that they act together.
+        """
+        if self.pending is not None and ranks_written == self.world.size:
             self.finish()
 
     def finish(self) -> None:
@@ -137,7 +146,7 @@ class Checkpoints:
         best = _best(found)
         for old in found[: -self.keep]:
             if old != best:
-                hidden = old.with_name(f"{HIDDEN}{old.name}")  # renamed first: never half there
+                hidden = old.with_name(f"{SCRATCH}{old.name}")  # renamed first: never half there
                 os.replace(old, hidden)
                 shutil.rmtree(hidden, ignore_errors=True)
 
@@ -177,10 +186,15 @@ def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
 
 
 def read_progress(checkpoint: Path) -> Progress:
+    place, remedy = checkpoint / STATE, f"remove {checkpoint} and the checkpoint before it is used"
     try:
-        return Progress(**json.loads((checkpoint / STATE).read_text()))
-    except (OSError, TypeError, ValueError) as problem:
-        raise LabError(f"cannot read {checkpoint / STATE}: {problem}") from None
+        found = Progress(**read_json(place, remedy))
+    except (FileNotFoundError, TypeError) as problem:
+        raise damaged(place, problem, remedy) from None
+    losses = (found.validation_loss, found.best_loss)
+    if not isinstance(found.step, int) or not all(isinstance(loss, float | None) for loss in losses):
+        raise damaged(place, "step must be a whole number and losses numbers", remedy)
+    return found
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:

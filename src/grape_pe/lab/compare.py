@@ -7,23 +7,32 @@ What is done stays done: the same call after a kill goes on where it stopped, an
 
 from __future__ import annotations
 
-import ctypes
 import json
-import multiprocessing
 import os
-import signal
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .arm_run import finished, run_job
-from .comparison import EVALUATION, REPORT, RESULTS, Comparison, Job, jobs, open_directory
+from .comparison import (
+    AGAIN,
+    COMPARISON,
+    EVALUATION,
+    REPORT,
+    RESULTS,
+    Comparison,
+    Job,
+    jobs,
+    join_directory,
+    make_directory,
+)
 from .feed import open_feed
-from .metrics import ProgressLine, read_metrics
-from .report import write_report
-from .run_directory import write_whole
+from .files import read_json, write_text
+from .metrics import ProgressLine
+from .report import read_results, write_report
+from .run_directory import locked, read_metrics
+from .side_by_side import Task, run_side_by_side
 from .world import World
 
 
@@ -37,13 +46,17 @@ def compare(
     """
     root = Path(out)
     places = side_by_side or torch.cuda.device_count() or available_cores()
-    comparison = open_directory(root, comparison, _threads(places))
-    if comparison.language:
-        open_feed(comparison.recipe, World())  # prepared once, before many ask for it
-    missing = [job for job in jobs(comparison) if not finished(job, root)]
-    if missing:
-        _run_all(missing, comparison, root, places, quiet)
-    return summarise(root, comparison)
+    make_directory(root)
+    with locked(root):
+        if (root / COMPARISON).exists():
+            read_results([root])  # a damaged file is named before anything runs or is written
+        comparison = join_directory(root, comparison, _threads(places))
+        if comparison.language:
+            open_feed(comparison.recipe, World())  # prepared once, before many ask for it
+        missing = [job for job in jobs(comparison) if not finished(job, root)]
+        if missing:
+            _run_all(missing, comparison, root, places, quiet)
+        return summarise(root, comparison)
 
 
 def available_cores() -> int:
@@ -60,65 +73,27 @@ def summarise(root: Path, comparison: Comparison) -> Path:
     lines = []
     for job in jobs(comparison):
         if finished(job, root):
-            said = json.loads((job.directory(root) / EVALUATION).read_text())
+            said = read_json(job.directory(root) / EVALUATION, AGAIN)
             lines.append(json.dumps({"kind": "language" if job.task is None else "task", **said}))
-    write_whole(root / RESULTS, "".join(line + "\n" for line in lines))
+    write_text(root / RESULTS, "".join(line + "\n" for line in lines))
     return write_report([root], root / REPORT)
 
 
 def _run_all(missing: list[Job], comparison: Comparison, root: Path, places: int, quiet: bool) -> None:
-    """A fresh process for every run, so that its memory is its own; `places` of them at a time."""
     watch = _Watch(missing, comparison, root, quiet)
-    fresh = multiprocessing.get_context("spawn")
-    free = fresh.Queue()
-    for place in range(places):
-        free.put(place)
-    pool = ProcessPoolExecutor(
-        min(places, len(missing)), fresh, _begin, (free, _threads(places)),
-        max_tasks_per_child=1,
-    )  # fmt: skip
-    running: set[Future[int]] = {pool.submit(_run, job, comparison, root) for job in missing}
+    tasks = [Task(job.title, _run, (_threads(places), job, comparison, root)) for job in missing]
     try:
-        while running:
-            done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-            watch.show()
-            for each in done:
-                if each.result():
-                    raise KeyboardInterrupt
+        run_side_by_side(tasks, places, watch.show)
     finally:
         watch.close()
-        _end(pool)
 
 
-def _end(pool: ProcessPoolExecutor) -> None:
-    """Ask runs that are still going to save and stop; when all is done there are none."""
-    pool.shutdown(wait=False, cancel_futures=True)
-    for child in multiprocessing.active_children():
-        if child.pid is not None:
-            os.kill(child.pid, signal.SIGTERM)
-    pool.shutdown(wait=True)
-
-
-#: of a worker process: which place it has, and where it gives it back
-_place: int = 0
-_places: Any = None
-
-
-def _begin(places: Any, threads: int) -> None:
-    """In a new process: die with the parent, take a place, keep to the threads of one run."""
-    global _place, _places
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    _place, _places = places.get(), places
+def _run(place: int, threads: int, job: Job, comparison: Comparison, root: Path) -> int:
+    """In a process of its own: take one GPU, keep to the threads of one run."""
     if torch.cuda.is_available():
-        os.environ["LOCAL_RANK"] = str(_place % torch.cuda.device_count())
+        os.environ["LOCAL_RANK"] = str(place % torch.cuda.device_count())
     torch.set_num_threads(threads)
-
-
-def _run(job: Job, comparison: Comparison, root: Path) -> int:
-    try:
-        return run_job(job, comparison, root)
-    finally:
-        _places.put(_place)
+    return run_job(job, comparison, root)
 
 
 class _Watch:
@@ -126,7 +101,7 @@ class _Watch:
 
     def __init__(self, missing: list[Job], comparison: Comparison, root: Path, quiet: bool) -> None:
         self.missing, self.root = missing, root
-        self.steps = {job: job.config(comparison).train.steps for job in missing}
+        self.steps = {job.title: job.config(comparison).train.steps for job in missing}
         self.line = ProgressLine(f"{len(missing)} runs", self._look()[0], sum(self.steps.values()), quiet)
 
     def _last(self, job: Job) -> dict[str, Any]:
@@ -138,10 +113,10 @@ class _Watch:
         steps, active = 0, []
         for job in self.missing:
             if finished(job, self.root):
-                steps += self.steps[job]
+                steps += self.steps[job.title]
             elif last := self._last(job):
                 steps += last["step"]
-                active.append(f"{job.title} {last['step']}/{self.steps[job]} loss {last['loss']:.3f}")
+                active.append(f"{job.title} {last['step']}/{self.steps[job.title]} loss {last['loss']:.3f}")
         return steps, active
 
     def show(self) -> None:

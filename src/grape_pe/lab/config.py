@@ -102,9 +102,15 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _agree(self) -> TrainSection:
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr must not exceed lr, got {self.min_lr} and {self.lr}")
+            raise ValueError(
+                f"train.min_lr ({self.min_lr:g}) must not exceed train.lr ({self.lr:g}); "
+                f"try --train.min_lr {self.lr / 10:g}"
+            )
         if self.warmup >= self.steps:
-            raise ValueError(f"warmup must end before the last step, got {self.warmup} of {self.steps}")
+            raise ValueError(
+                f"train.warmup ({self.warmup}) must be below train.steps ({self.steps}); "
+                f"try --train.warmup {self.steps // 6}"
+            )
         return self
 
 
@@ -250,9 +256,9 @@ def _explain(error: Any, names: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         return f"unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
-    said = error["msg"].removeprefix("Value error, ")
-    got = "" if error["type"] == "value_error" else f", got {error['input']!r}"
-    return f"{name}: {said}{got}" if name else said
+    if error["type"] == "value_error":  # ours: it names the settings itself
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"{name}: {error['msg']}, got {error['input']!r}"
 
 
 def field_names() -> list[str]:

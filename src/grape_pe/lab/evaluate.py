@@ -6,16 +6,17 @@ Both accuracies are kept: acc, and acc_norm (by the length of the answer) where 
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..extras import require
+from .checkpoint import cause
 from .errors import LabError
+from .files import write_json, writing
+from .world import default_device
 
 PAPER_TASKS = {
     "arc_easy": "ARC-E",
@@ -27,6 +28,8 @@ PAPER_TASKS = {
     "sciq": "SciQ",
 }
 METRICS = ("acc", "acc_norm")
+#: samples behind the standard error of a score that is no mean; that of a mean needs none, but not 0
+BOOTSTRAP = 1000
 
 
 class EvaluationError(LabError):
@@ -61,12 +64,13 @@ class Scores:
         return sum(known) / len(known) if known else None
 
     def table(self) -> str:
-        """Tasks as columns, one row for each metric, in percent."""
+        """Tasks as columns, one row for each metric, in percent ± standard error."""
         head = ["", *(PAPER_TASKS.get(name, name) for name in self.tasks), "Avg."]
         rows = [head]
         for metric in METRICS:
-            values = [asdict(score)[metric] for score in self.tasks.values()]
-            rows.append([metric, *(_percent(v) for v in [*values, self.average(metric)])])
+            each = [asdict(score) for score in self.tasks.values()]
+            cells = [_percent(score[metric], score[f"{metric}_stderr"]) for score in each]
+            rows.append([metric, *cells, _percent(self.average(metric))])
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(lines)
@@ -77,19 +81,19 @@ class Scores:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything as JSON, the whole file or nothing."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            json.dump(self.to_dict(), file, indent=2)
-        os.replace(scratch, path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, self.to_dict())
 
 
 def _number(score: TaskScore, metric: str) -> float | None:
     return score.acc if metric == "acc" or score.acc_norm is None else score.acc_norm
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f}"
+def _percent(value: float | None, error: float | None = None) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
 def evaluate(
@@ -118,7 +122,7 @@ def evaluate(
     try:
         found = lm_eval.simple_evaluate(
             model=wrapped, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
-            bootstrap_iters=0, log_samples=False,
+            bootstrap_iters=BOOTSTRAP, log_samples=False,
         )  # fmt: skip
     except (ConnectionError, FileNotFoundError) as error:
         raise EvaluationError(
@@ -175,19 +179,13 @@ def _float(value: Any) -> float | None:
 
 
 def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any, Any]:
-    """Model and tokenizer from a directory or Hub name; adapted models are recognised by their files."""
+    """Model and tokenizer from a directory or Hub name; importing grape_pe.hf makes our models known."""
     transformers = require("transformers", "hf")
     require("grape_pe.hf", "hf")
-    files = require("grape_pe.hf.adapter_files", "hf")
     try:
-        if Path(checkpoint, files.CONFIG_FILE).is_file():
-            model = files.load_adapted(checkpoint)
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or checkpoint)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(
-            f"cannot load {checkpoint}: {error}"
-            + ("" if tokenizer else "\nIf it has no tokenizer, give one with --tokenizer")
-        ) from error
-    return model.eval(), words
+    except Exception as error:  # of transformers, tokenizers and safetensors, each of its own kind
+        hint = "" if tokenizer else "; if it has no tokenizer, give one with --tokenizer"
+        raise EvaluationError(f"cannot load {checkpoint}: {cause(error)}{hint}") from error
+    return model.eval().to(default_device()), words

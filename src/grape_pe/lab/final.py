@@ -42,7 +42,7 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
     """The decoder of a run (its end or its newest checkpoint), of a checkpoint, or of a model directory."""
     path = Path(path)
     for place in (path, path / "final"):
-        if (place / "config.json").is_file():
+        if (place / "config.json").exists():
             return _loaded(place)
     checkpoint, run = path, path.parent.parent
     if (path / CONFIG).is_file():
@@ -61,15 +61,17 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
 def _loaded(place: Path) -> Decoder:
     try:
         return load_decoder(place)
-    except (OSError, ValueError) as problem:
-        raise LabError(str(problem)) from None
+    except Exception as problem:  # also of safetensors, and of what a wrong config.json leads to
+        raise LabError(
+            f"cannot load the model in {place}: {cause(problem)}; restore its files, or name a checkpoint"
+        ) from None
 
 
 def tokenizer_directory(path: str | os.PathLike[str]) -> Path:
     """Where the tokenizer of such a model lies."""
     path = Path(path)
     for place in (path, path / "final", path.parent.parent / "final"):
-        if (place / "tokenizer.json").is_file():
+        if (place / "tokenizer.json").exists():
             return place
     run = path if (path / CONFIG).is_file() else path.parent.parent
     if not (run / CONFIG).is_file():

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..models import Decoder
-from ..models.layout import Layout
 from ..models.loss import CHUNK_ELEMENTS, IGNORE
 from .data.batches import Batches
 from .data.dataset import Dataset
@@ -38,10 +37,9 @@ def stream_hidden(
         raise LabError(f"chunk must be at least 1 token, got {chunk}")
     cache = model.cache(window=window, rollback=0)
     tokens = tokens.to(model.head.device)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     for first in range(0, tokens.shape[1], chunk):
         span = slice(first, first + chunk)
-        yield first, model.model(tokens[:, span], Layout(positions[:, span]), cache)
+        yield first, model.hidden(tokens[:, span], cache=cache)
 
 
 @torch.inference_mode()

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..extras import require
 from .config import RunConfig
-from .run_directory import METRICS, write_whole
+from .files import write_text
+from .run_directory import METRICS, read_metrics, run_id
 
 
 class Metrics:
@@ -30,7 +31,7 @@ class Metrics:
         if config.log.wandb:
             self.wandb = require("wandb", "wandb").init(
                 project=config.log.wandb, name=directory.name, dir=str(directory), config=config.model_dump(),
-                id=directory.name, resume="allow",
+                id=run_id(directory), resume="allow",
             )  # fmt: skip
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -59,24 +60,10 @@ def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run so far; a line that a kill cut short is left out."""
-    path = directory / METRICS
-    if not path.is_file():
-        return []
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
-
-
 def _forget_after(path: Path, step: int) -> None:
     kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
     if path.exists():
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 class ProgressLine:

@@ -61,7 +61,7 @@ class LayerView:
 @torch.no_grad()
 def observe(model: Decoder, tokens: Tensor) -> list[LayerView]:
     """Run the model on tokens (T,) or (B, T) and keep what every layer's encoding saw."""
-    tokens = tokens[None] if tokens.dim() == 1 else tokens
+    tokens = (tokens[None] if tokens.dim() == 1 else tokens).to(model.head.device)
     seen: list[tuple[Encoding, Sample, Encoded]] = []
     gates: list[dict[str, Tensor]] = [{} for _ in model.model.layers]
     encodings = {id(e): e for e in (model.model.encoding_of(i) for i in range(len(model.model.layers)))}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
+import secrets
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 import yaml
@@ -17,9 +19,9 @@ import yaml
 from .. import __version__
 from .config import RunConfig, differences, validated
 from .errors import LabError
+from .files import SCRATCH, damaged, read_json, read_json_lines, read_text, write_json, write_text, writing
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.yaml", "environment.json", "metrics.jsonl", ".lock"
-HIDDEN = ".part-"  # begins the name of a file that is not yet whole
 
 
 class RunDirectory:
@@ -35,12 +37,13 @@ class RunDirectory:
         Raises LabError if it holds something else, another configuration, other data, or a run under way.
         """
         try:
-            self._check(config, data, resume)
+            self.check(config, resume=resume)
+            self._check_data(data)
             self.path.mkdir(parents=True, exist_ok=True)
             self._claim()
             if not (self.path / CONFIG).exists():
-                write_whole(self.path / ENVIRONMENT, json.dumps(_environment(config, data), indent=2) + "\n")
-                write_whole(self.path / CONFIG, config.to_yaml())
+                write_json(self.path / ENVIRONMENT, _environment(config, data))
+                write_text(self.path / CONFIG, config.to_yaml())
         except OSError as problem:
             raise LabError(f"cannot write to {self.path}: {problem.strerror}; give another --out") from None
         return self
@@ -49,11 +52,12 @@ class RunDirectory:
         if self.lock is not None:
             self.lock.close()
 
-    def _check(self, config: RunConfig, data: dict[str, Any], resume: bool) -> None:
+    def check(self, config: RunConfig, *, resume: bool) -> None:
+        """Refuse a directory with something else in it, or with a run that cannot go on so."""
         if self.path.exists() and not self.path.is_dir():
             raise LabError(f"--out must be a directory, but {self.path} is a file")
         entries = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        begun = {LOCK, ENVIRONMENT, *(f"{HIDDEN}{name}" for name in (ENVIRONMENT, CONFIG))}
+        begun = {LOCK, ENVIRONMENT, *(f"{SCRATCH}{name}" for name in (ENVIRONMENT, CONFIG))}
         if not entries - begun:  # also what is left if it was killed before its first step
             return
         if CONFIG not in entries:
@@ -70,35 +74,84 @@ class RunDirectory:
                 f"{self.path} was begun with another configuration ({'; '.join(changed)}); "
                 "a run is continued as it was begun: give the same options, or another --out"
             )
-        before = json.loads((self.path / ENVIRONMENT).read_text())["data"]
+        read_metrics(self.path)
+
+    def _check_data(self, data: dict[str, Any]) -> None:
+        if not (self.path / CONFIG).exists():
+            return
+        before = _begun_with(self.path, "data")
         if before != data:
             raise LabError(f"the data of {self.path} have changed since it was begun: {before} -> {data}")
 
     def _claim(self) -> None:
-        self.lock = (self.path / LOCK).open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LabError(f"{self.path} is being written by another process; wait for it to end") from None
+        self.lock = claim(self.path)
+
+
+def claim(directory: Path) -> IO[str]:
+    """Lock a directory until the returned file is closed or the process ends."""
+    lock = (directory / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise LabError(f"{directory} is being written by another process; wait for it to end") from None
+    return lock
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One process at a time."""
+    with writing(directory):
+        lock = claim(directory)
+    with lock:
+        yield
 
 
 def read_config(path: Path) -> RunConfig:
     """The configuration a run was begun with."""
+    place, remedy = path / CONFIG, "restore it from a copy, or train again in another --out"
     try:
-        return validated(yaml.safe_load((path / CONFIG).read_text()))
-    except (OSError, yaml.YAMLError) as problem:
-        raise LabError(f"cannot read {path / CONFIG}: {problem}") from None
+        said = yaml.safe_load(read_text(place, remedy))
+    except FileNotFoundError:
+        raise LabError(f"{path} is no run: it has no {CONFIG}") from None
+    except yaml.YAMLError as problem:
+        raise damaged(place, problem, remedy) from None
+    if not isinstance(said, dict):
+        raise damaged(place, f"expected settings by name, got {type(said).__name__}", remedy)
+    try:
+        return validated(said)
+    except LabError as problem:
+        raise damaged(place, problem, remedy) from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    scratch = path.with_name(f"{HIDDEN}{path.name}")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+def _begun_with(path: Path, name: str) -> Any:
+    """One field of what was written when the run was begun."""
+    place, remedy = path / ENVIRONMENT, "restore it from a copy, or train again in another --out"
+    try:
+        return read_json(place, remedy)[name]
+    except (FileNotFoundError, KeyError):
+        raise damaged(place, f"it has no {name}", remedy) from None
+
+
+def run_id(path: Path) -> str:
+    """A name no other run has, the same whenever the run goes on."""
+    return str(_begun_with(path, "id"))
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run so far; a last line that a kill cut short is left out."""
+    path = directory / METRICS
+    remedy = "remove it, and the run goes on without its earlier curves"
+    lines = read_json_lines(path, remedy)
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line.get("kind"), str) or not isinstance(line.get("step"), int):
+            raise damaged(path, f"line {number} has no kind and step", remedy)
+    return lines
 
 
 def _environment(config: RunConfig, data: dict[str, Any]) -> dict[str, Any]:
     return {
+        "id": secrets.token_hex(8),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": " ".join(sys.argv),
         "seed": config.seed,

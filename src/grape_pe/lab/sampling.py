@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -21,12 +22,22 @@ def sample_tokens(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Yield up to `count` tokens that follow the prompt; temperature 0 takes the likeliest."""
+    """Up to `count` tokens that follow the prompt; temperature 0 takes the likeliest."""
     if not prompt:
         raise LabError("the prompt must have at least one token")
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise LabError(f"temperature must be >= 0 and top_p in (0, 1], got {temperature} and {top_p}")
-    dice = torch.Generator().manual_seed(seed)
+    if count < 1:
+        raise LabError(f"the number of tokens to sample must be 1 or more, got {count}")
+    if not 0 <= temperature < math.inf:
+        raise LabError(f"temperature must be a finite number from 0 on, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise LabError(f"top_p must be above 0 and at most 1, got {top_p}")
+    return _sampled(model, prompt, count, temperature, top_p, torch.Generator().manual_seed(seed), stop)
+
+
+def _sampled(
+    model: Decoder, prompt: list[int], count: int, temperature: float, top_p: float,
+    dice: torch.Generator, stop: int | None,
+) -> Iterator[int]:  # fmt: skip
     model.eval()
     with torch.inference_mode():
         cache = model.cache()

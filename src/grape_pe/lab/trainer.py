@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,21 +64,27 @@ def train(
     with world() as among:
         check_split(config, among.size)
         config.model.decoder(1)  # a wrong encoding is told before any data are read
-        feed = open_feed(config, among)
         directory = RunDirectory(out)
-        problem = None
-        if among.first:
-            try:
-                directory.open(config, feed.identity, resume=resume)
-            except ValueError as refused:
-                problem = str(refused)
+        _on_first(among, lambda: directory.check(config, resume=resume))
+        feed = open_feed(config, among)
         try:
-            among.agree(problem)
+            _on_first(among, lambda: directory.open(config, feed.identity, resume=resume))
             return Trainer(config, directory.path, feed, among, quiet).run()
         except OSError as failed:
             raise LabError(_stopped_by(failed, directory.path)) from None
         finally:
             directory.close()
+
+
+def _on_first(among: World, check: Callable[[], object]) -> None:
+    """Check on the first rank; what it refuses is raised on all."""
+    problem = None
+    if among.first:
+        try:
+            check()
+        except ValueError as refused:
+            problem = str(refused)
+    among.agree(problem)
 
 
 def _check_installed(config: RunConfig) -> None:
@@ -170,7 +177,6 @@ class Trainer:
             self._validate(done)
         if done % (self.config.train.checkpoint_every or self.config.train.steps) == 0:
             self._save()
-        self.checkpoints.check()
         return stop
 
     def _due(self, done: int, every: int) -> bool:
@@ -184,9 +190,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         counts = [int((part.targets >= 0).sum()) for part in parts]
-        predicted, tokens, *asked = self.world.total(
-            sum(counts), sum(part.tokens.numel() for part in parts), *signals.counts()
+        predicted, tokens, written, *asked = self.world.total(
+            sum(counts), sum(p.tokens.numel() for p in parts), self.checkpoints.written, *signals.counts()
         )
+        self.checkpoints.check(written)
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number, part in enumerate(parts, start=1):
             with gradients_exchanged(self.model, number == len(parts)):

@@ -60,13 +60,19 @@ class World:
             raise LabError(said)
 
 
+def default_device() -> torch.device:
+    """Where a model runs: the GPU of this process (by LOCAL_RANK) if there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
 @contextmanager
 def world() -> Iterator[World]:
     """Join the other processes if `torchrun` started several; one process needs nothing."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = default_device()
+    cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
     if size == 1:

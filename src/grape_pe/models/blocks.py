@@ -6,24 +6,22 @@ Parameters carry the names of Hugging Face's Llama, so that tools which look for
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import attend
+from ..cache import Layout, Seen, StreamingCache, encode
 from ..encodings import Encoding
-from ..encodings.path import PaTH
 from .config import DecoderConfig
 from .kv_shift import KVShift
-from .layer_cache import LayerCache, Seen
-from .layout import Layout
 from .norm import RMSNorm
 
 EMBEDDING_STD = 0.02
 
 
 class Attention(nn.Module):
-    """q, k, v projections, QK norm, KV-shift, encoding, attention, output projection."""
+    """q, k, v projections, KV-shift, QK norm, encoding, attention, output projection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -39,52 +37,63 @@ class Attention(nn.Module):
         self.encoding = None if config.shared_encoding else config.build_encoding()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, H, T, D), (B, Hkv, T, D) twice; queries and keys normalised."""
+        """(B, H, T, D), (B, Hkv, T, D) twice; queries normalised, keys not yet: they are shifted before."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.q_norm is not None:
+            q = self.q_norm(q).to(v.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def cache(self, encoding: Encoding, **settings: Any) -> StreamingCache:
+        """An empty cache for this layer; `settings` are those of `StreamingCache`."""
+        return StreamingCache(encoding, shift=self.kv_shift, key_norm=self.k_norm, **settings)
 
     def forward(
         self,
         x: Tensor,
         layout: Layout,
         encoding: Encoding,
-        cache: LayerCache | None = None,
+        cache: StreamingCache | None = None,
         weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The attended values (B, T, C); with `weights` also the dense attention (B, H, T, Tk)."""
-        seen = self._encode(*self.project(x), x, layout, encoding, cache)
-        y = attend(seen.q, seen.k, seen.v, bias=seen.bias, **seen.masks)
-        dense = attention_weights(seen) if weights else None
-        return self.o_proj(y.transpose(1, 2).flatten(2)), dense
-
-    def _encode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        layout: Layout,
-        encoding: Encoding,
-        cache: LayerCache | None,
-    ) -> Seen:
-        if cache is not None:
-            return cache.append_layout(q, k, v, x, layout)
-        if self.kv_shift is not None:
-            k, v, _ = self.kv_shift(k, v, x, starts=layout.starts)
-        code = encoding(q, k, x=x, v=v, positions=layout.positions)
-        masks = {"documents": layout.documents, "key_padding": layout.padding}
-        return Seen(code.q, code.k, v, code.bias, {n: t for n, t in masks.items() if t is not None})
+        x = layout.pack(x)
+        seen = see(*self.project(x), x, layout, encoding, cache, self.kv_shift, self.k_norm)
+        y = self.o_proj(seen.attend().transpose(1, 2).flatten(2))
+        return layout.unpack(y), dense_weights(seen, layout, cache) if weights else None
 
 
-def attention_weights(seen: Seen, scale: float | None = None) -> Tensor:
-    """Dense softmax weights (B, H, T, Tk), for looking at: attention over the unit vectors of the keys."""
-    unit = torch.eye(seen.k.shape[2], dtype=seen.v.dtype, device=seen.v.device)
-    unit = unit.expand(*seen.k.shape[:2], -1, -1)
-    return attend(seen.q, seen.k, unit, bias=seen.bias, scale=scale, impl="reference", **seen.masks)
+def see(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x: Tensor,
+    layout: Layout,
+    encoding: Encoding,
+    cache: StreamingCache | None = None,
+    shift: KVShift | None = None,
+    key_norm: nn.Module | None = None,
+) -> Seen:
+    """All that the packed tokens of a call see: with a cache also what came before."""
+    if cache is not None:
+        return cache.extend(q, k, v, x, layout)
+    code, v, _ = encode(encoding, q, k, v, x, layout, shift, key_norm)
+    masks = {} if layout.documents is None else {"documents": layout.documents}
+    return Seen(code.q, code.k, v, code.bias, masks)
+
+
+def dense_weights(seen: Seen, layout: Layout, cache: StreamingCache | None, **options: Any) -> Tensor:
+    """The attention weights (B, H, T, Tk) in the order of the call."""
+    dense = seen.weights(**options)
+    if seen.k.shape[2] == dense.shape[2]:
+        return layout.unpack(layout.unpack(dense, 2), 3)
+    if cache is not None and cache.sequences.gaps:
+        raise ValueError(
+            "output_attentions is not available after padding between tokens, because the cache holds none "
+            "of it; leave the cache out (use_cache=False)"
+        )
+    return layout.unpack(dense, 2)
 
 
 class SwiGLU(nn.Module):
@@ -130,25 +139,12 @@ class Block(nn.Module):
         x: Tensor,
         layout: Layout,
         encoding: Encoding | None = None,
-        cache: LayerCache | None = None,
+        cache: StreamingCache | None = None,
         weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The stream after this block, and the attention weights if asked for."""
         used = encoding if encoding is not None else self.self_attn.encoding
         assert used is not None
-        h = self.input_layernorm(x)
-        if layout.padding is not None:  # what a token reads of its neighbours must be as if none were there
-            h = h.masked_fill(layout.padding.unsqueeze(-1), 0.0)
-        y, dense = self.self_attn(h, layout, used, cache, weights)
+        y, dense = self.self_attn(self.input_layernorm(x), layout, used, cache, weights)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), dense
-
-
-def check_packing(encoding: Encoding, layout: Layout) -> None:
-    """Refuse packed documents where the encoding itself reads across their borders."""
-    parts = [module for module in encoding.modules() if isinstance(module, PaTH)]
-    if layout.documents is not None and any(part.conv is not None for part in parts):
-        raise ValueError(
-            "path reads its directions through a short convolution, which would cross the borders of packed "
-            "documents; use encoding_options={'conv': 0}, or one document a sequence"
-        )

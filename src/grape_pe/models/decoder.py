@@ -6,18 +6,16 @@ loss = model(tokens, targets=targets)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..cache import Layout, StreamingCache, arrange, check_packing
 from ..encodings import Encoding
-from .blocks import EMBEDDING_STD, Block, check_packing
+from .blocks import EMBEDDING_STD, Block
 from .config import DecoderConfig
-from .layer_cache import LayerCache
-from .layout import Layout, positions_from_mask
 from .loss import cross_entropy
 from .norm import RMSNorm
 
@@ -25,19 +23,19 @@ from .norm import RMSNorm
 class DecoderCache:
     """What all layers keep of the tokens so far. See `StreamingCache` for what each call does."""
 
-    def __init__(self, layers: list[LayerCache]) -> None:
+    def __init__(self, layers: list[StreamingCache]) -> None:
         self.layers = layers
 
     @property
     def length(self) -> int:
         return self.layers[0].length
 
-    def _each(self, change: Callable[[LayerCache], Any]) -> Self:
+    def _each(self, change: Callable[[StreamingCache], Any]) -> Self:
         for layer in self.layers:
             change(layer)
         return self
 
-    def crop(self, tokens: int) -> Self:
+    def crop(self, tokens: int | Sequence[int] | Tensor) -> Self:
         return self._each(lambda layer: layer.crop(tokens))
 
     def select(self, index: Tensor) -> Self:
@@ -133,17 +131,30 @@ class Decoder(nn.Module):
             tokens: (B, T) integer.
             targets: (B, T), the token that follows each; -100 where nothing is to be predicted.
             count: what the sum of losses is divided by, if not the number of targets.
-            documents: (T,) or (B, T) ids of packed sequences: each is a sequence of its own.
+            documents: (T,) or (B, T) ids of packed sequences: each is a sequence of its own, and an id is not
+                used twice. With a cache, the first goes on if its id is the last one's (0 at first).
             positions: (B|1, T), if they are not those that follow; where they fall, a document begins.
-            padding: (B, T) bool, True where there is no token.
+            padding: (B, T) bool, True where there is no token, anywhere in a sequence.
             cache: from `cache()`; the tokens then continue those before.
         """
-        layout = self._layout(tokens, documents, positions, padding, cache)
-        checkpointing = self.gradient_checkpointing and self.training and cache is None
-        hidden = self.model(tokens, layout, cache, checkpointing)
+        hidden = self.hidden(tokens, documents=documents, positions=positions, padding=padding, cache=cache)
         if targets is not None:
             return cross_entropy(hidden, self.head, targets, count)
         return hidden @ self.head.T
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
+        layout = self._layout(tokens, documents, positions, padding, cache)
+        checkpointing = self.gradient_checkpointing and self.training and cache is None
+        return self.model(tokens, layout, cache, checkpointing)  # type: ignore[no-any-return]
 
     def cache(
         self,
@@ -156,19 +167,12 @@ class Decoder(nn.Module):
 
         With a `window`, a token sees fewer than so many tokens back, in every layer, and the `sinks` first.
         """
-        return DecoderCache(
-            [
-                LayerCache(
-                    self.model.encoding_of(i),
-                    window=window,
-                    sinks=sinks,
-                    capacity=capacity,
-                    rollback=rollback,
-                    kv_shift=block.self_attn.kv_shift,  # type: ignore[union-attr,arg-type]
-                )
-                for i, block in enumerate(self.model.layers)
-            ]
-        )
+        settings = {"window": window, "sinks": sinks, "capacity": capacity, "rollback": rollback}
+        layers = [
+            block.self_attn.cache(self.model.encoding_of(i), **settings)  # type: ignore[union-attr,operator]
+            for i, block in enumerate(self.model.layers)
+        ]
+        return DecoderCache(layers)
 
     def _layout(
         self,
@@ -178,19 +182,15 @@ class Decoder(nn.Module):
         padding: Tensor | None,
         cache: DecoderCache | None,
     ) -> Layout:
-        if documents is not None:
-            if cache is not None or positions is not None or padding is not None:
-                raise ValueError(
-                    "documents bring their own positions and are for training; with a cache or padding give "
-                    "positions that start again instead"
-                )
-            return Layout.from_documents(documents)
-        tail = None if cache is None else cache.layers[0].tail()
-        if positions is None:
-            if cache is None and padding is None:
-                return Layout()
-            mask = torch.ones_like(tokens) if padding is None else ~padding
-            positions = positions_from_mask(mask)
-            if tail is not None:
-                positions = positions + tail.next_position.long().unsqueeze(-1)
-        return Layout.from_positions(positions, padding, tail)
+        if cache is None and positions is None and padding is None:
+            return Layout() if documents is None else Layout.from_documents(documents)
+        return arrange(
+            tokens.shape[0],
+            tokens.shape[1],
+            tokens.device,
+            positions=positions,
+            documents=documents,
+            padding=padding,
+            tail=None if cache is None else cache.layers[0].tail(),
+            coords=self.model.encoding_of(0).coords,
+        )

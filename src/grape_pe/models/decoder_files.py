@@ -14,7 +14,7 @@ from torch import Tensor
 from ..extras import require
 from .config import HF_NAMES, DecoderConfig
 from .decoder import Decoder
-from .remote_code import AUTO_MAP, REMOTE_CODE, REMOTE_FILE
+from .remote_code import REMOTE_CODE, REMOTE_FILE, auto_map
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -23,7 +23,7 @@ def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
     """Write the configuration, the weights, and what lets `AutoModel` find this package; all or nothing."""
     st = require("safetensors.torch", "hf")
     directory = Path(directory)
-    said = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], "auto_map": AUTO_MAP}
+    said = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], "auto_map": auto_map()}
     said |= model.config.to_hf()
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     directory.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ Shifted = tuple[Tensor, Tensor]
 class KVShift(nn.Module):
     """k_t <- a_t k_{t-1} + (1 - a_t) k_t with a = sigmoid(w_h . x_t); the same for v with its own gate.
 
-    Before the first token stands zero. The state is the unmixed k and v, (B, Hkv, T, D) each, of which
-    only the last token is read again.
+    k and v are the projected ones, before any norm; before the first token stands zero. The state is the
+    unmixed k and v, (B, Hkv, T, D) each, of which only the last token is read again.
     """
 
     def __init__(self, width: int, kv_heads: int) -> None:
@@ -38,8 +38,9 @@ class KVShift(nn.Module):
 
 
 def _mix(now: Tensor, earlier: Tensor | None, gate: Tensor, starts: Tensor | None) -> Tensor:
-    first = torch.zeros_like(now[:, :, :1]) if earlier is None else earlier[:, :, -1:]
-    previous = torch.cat([first, now[:, :, :-1]], 2)
+    previous = torch.zeros_like(now[:, :, :1]) if earlier is None else earlier[:, :, -1:]
+    if now.shape[2] != 1:
+        previous = torch.cat([previous, now[:, :, :-1]], 2)
     if starts is not None:
         previous = previous.masked_fill(starts[:, None, :, None], 0.0)
     return torch.lerp(now, previous, gate.to(now.dtype))

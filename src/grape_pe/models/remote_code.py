@@ -5,14 +5,13 @@ REMOTE_FILE = "modeling_grape.py"
 REMOTE_CODE = '''"""Loads this model through the grape-pe package: pip install 'grape-pe[hf]'."""
 
 try:
-    from grape_pe.hf import GrapeConfig, GrapeForCausalLM, GrapeModel
+    from grape_pe.hf import *
 except ImportError as error:
     raise ImportError("this model needs grape-pe; install it with: pip install 'grape-pe[hf]'") from error
-
-__all__ = ["GrapeConfig", "GrapeForCausalLM", "GrapeModel"]
 '''
-AUTO_MAP = {
-    "AutoConfig": "modeling_grape.GrapeConfig",
-    "AutoModel": "modeling_grape.GrapeModel",
-    "AutoModelForCausalLM": "modeling_grape.GrapeForCausalLM",
-}
+
+
+def auto_map(family: str = "Grape") -> dict[str, str]:
+    """Which class of `REMOTE_FILE` each Auto class uses, for models named `family`ForCausalLM and so on."""
+    classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    return {auto: f"modeling_grape.{family}{name}" for auto, name in classes.items()}

@@ -1,13 +1,15 @@
-"""The compiled tile kernel: built with the system's C++ compiler on first use, and called by ctypes.
+"""The compiled CPU kernel: built with the system's C++ compiler on first use, and called by ctypes.
 
-Nothing is compiled at import. The library lands in a cache directory under a name that depends on
-everything it was made from (sources, flags, compiler, processor), by an atomic rename, so any number of
-processes may be the first. Without a compiler, or with GRAPE_PE_NATIVE=0, `library()` is None and the
-callers use plain torch. The command line is constant: no name or option comes from outside.
+Nothing is compiled at import. The library is kept in a cache directory that only this user may write to,
+under a name that depends on everything it was made from (sources, flags, compiler, processor). A lock lets
+one process build while the others wait; the file appears by an atomic rename and ends with its SHA-256, so a
+damaged one is rebuilt, not loaded. Without a kernel `library()` is None, the callers use plain torch, and
+`why_not()` gives the reason. The command line is constant: no name or option comes from outside.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,8 +17,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -50,46 +54,68 @@ class Problem(ctypes.Structure):
     ]
 
 
+class NoKernel(Exception):
+    """There is no compiled kernel; the message is the reason."""
+
+
 def available() -> bool:
     return library() is not None
 
 
 def why_not() -> str | None:
     """Why there is no compiled kernel, or None when there is one."""
-    if available():
-        return None
     if _switched_off():
         return "GRAPE_PE_NATIVE=0 switches the compiled kernel off"
-    return "no C++ compiler (g++ or clang++) could build it"
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+def library() -> ctypes.CDLL | None:
+    found = "" if _switched_off() else _load()
+    return None if isinstance(found, str) else found
 
 
 def _switched_off() -> bool:
     return os.environ.get("GRAPE_PE_NATIVE", "1") == "0"
 
 
-def library() -> ctypes.CDLL | None:
-    return None if _switched_off() else _load()
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or the reason why there is none; warns once where the user can do something about it."""
+    found = _attempt()
+    if isinstance(found, str) and platform.system() == "Linux":
+        warnings.warn(
+            f"grape-pe has no compiled CPU attention kernel: {found}. Attention with a bias runs in plain "
+            "torch instead: the same results, several times slower. Set GRAPE_PE_NATIVE=0 to accept that and "
+            "silence this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or platform.system() != "Linux":
-        return None
+def _attempt() -> ctypes.CDLL | str:
     try:
-        return _open(_built(compiler))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
-        detail = getattr(problem, "stderr", b"") or b""
-        warnings.warn(
-            f"grape-pe could not build its CPU attention kernel ({problem}); using plain torch, which is "
-            f"slower. {detail.decode(errors='replace')[-500:]}",
-            stacklevel=2,
-        )
-        return None
+        return _open(_built(_compiler()))
+    except NoKernel as reason:
+        return str(reason)
+
+
+def _compiler() -> str:
+    if platform.system() != "Linux":
+        raise NoKernel(f"it is built on Linux only, and this is {platform.system() or 'an unknown system'}")
+    found = shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise NoKernel("no C++ compiler: neither g++ nor clang++ is on the PATH (try `apt install g++`)")
+    return found
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    opened = ctypes.CDLL(str(path))
+    try:
+        opened = ctypes.CDLL(str(path))
+    except OSError as problem:
+        raise NoKernel(f"the built library does not load ({problem})") from problem
     for function in (opened.grape_forward, opened.grape_backward):
         function.argtypes, function.restype = [ctypes.POINTER(Problem)], None
     return opened
@@ -104,44 +130,101 @@ def cache_directory() -> Path:
 
 
 def _built(compiler: str) -> Path:
+    """The path of the library in the cache; builds it where it is missing or damaged."""
     here = Path(__file__).parent
     texts = {name: (here / name).read_bytes() for name in SOURCES}
-    directory = cache_directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target = directory / f"tiles-{_fingerprint(compiler, texts)}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=directory) as work:
-        for name, text in texts.items():
-            (Path(work) / name).write_bytes(text)
-        made = _compile(compiler, Path(work))
-        os.replace(made, target)
+    try:
+        directory = cache_directory()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = directory / f"tiles-{_fingerprint(compiler, texts)}.so"
+        _refuse_what_others_can_write(directory, target)
+        if not _is_sound(target):
+            with _lock(target.with_suffix(".lock")):
+                if not _is_sound(target):  # another process may have built it meanwhile
+                    _build(compiler, texts, target)
+    except (OSError, RuntimeError) as problem:  # RuntimeError: there is no home directory
+        raise NoKernel(
+            f"the folder for the built library cannot be used ({problem}); set GRAPE_PE_CACHE to one that "
+            "you can write to"
+        ) from problem
     return target
 
 
-def _compile(compiler: str, work: Path) -> Path:
-    def call(arguments: list[str]) -> None:
-        subprocess.run([compiler, *arguments], cwd=work, capture_output=True, timeout=300, check=True)
+def _refuse_what_others_can_write(*paths: Path) -> None:
+    """Loading a library runs its code, so nobody else may be able to change it."""
+    for path in paths:
+        if path.exists():
+            status = path.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise NoKernel(
+                    f"{path} must belong to the user who runs this (uid {os.geteuid()}, not {status.st_uid}) "
+                    f"and be writable by nobody else (not mode {status.st_mode & 0o777:o}); change its owner "
+                    "or mode, or set GRAPE_PE_CACHE to another folder"
+                )
 
-    call(COMPILE)
-    for arguments in LINK:
-        call(arguments)
-        if _opens(work / arguments[-1]):
-            return work / arguments[-1]
-    raise OSError("the library was built but does not load")
 
-
-def _opens(path: Path) -> bool:
-    try:
-        ctypes.CDLL(str(path), mode=os.RTLD_NOW)
-    except OSError:
+def _is_sound(path: Path) -> bool:
+    """Whether the file is there and ends with the SHA-256 of what comes before."""
+    if not path.exists():
         return False
-    return True
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; the system releases the lock of a process that dies."""
+    import fcntl  # not on Windows
+
+    with path.open("ab") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: several may build
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(compiler: str, texts: dict[str, bytes], target: Path) -> None:
+    print(f"grape-pe: compiling the CPU kernel, once, some seconds ({target})", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        for name, text in texts.items():
+            (Path(work) / name).write_bytes(text)
+        content = _compile(compiler, Path(work)).read_bytes()
+        whole = Path(work) / target.name
+        with whole.open("wb") as file:
+            file.write(content + hashlib.sha256(content).digest())  # a loader ignores the end of the file
+            file.flush()
+            os.fsync(file.fileno())
+        whole.chmod(0o700)
+        os.replace(whole, target)
+
+
+def _compile(compiler: str, work: Path) -> Path:
+    _call(compiler, COMPILE, work)
+    for arguments in LINK:
+        _call(compiler, arguments, work)
+        made = work / arguments[-1]
+        try:
+            ctypes.CDLL(str(made), mode=os.RTLD_NOW)
+            return made
+        except OSError as problem:
+            reason = str(problem)
+    raise NoKernel(f"the built library does not load ({reason}); another GRAPE_PE_CACHE may help")
+
+
+def _call(compiler: str, arguments: list[str], work: Path | None = None) -> bytes:
+    """Run the compiler; returns what it printed."""
+    try:
+        command = [compiler, *arguments]
+        return subprocess.run(command, cwd=work, capture_output=True, timeout=300, check=True).stdout
+    except subprocess.CalledProcessError as problem:
+        said = problem.stderr.decode(errors="replace").strip()
+        raise NoKernel(f"{compiler} failed: {said[-500:]}") from problem
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise NoKernel(f"{compiler} did not run ({problem})") from problem
 
 
 def _fingerprint(compiler: str, texts: dict[str, bytes]) -> str:
     """Everything the library depends on; the processor because of -march=native on shared homes."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
+    version = _call(compiler, ["--version"])
     cpu = Path("/proc/cpuinfo")
     flags = {
         line for line in cpu.read_text().splitlines() if line.startswith(("flags", "model name", "Features"))

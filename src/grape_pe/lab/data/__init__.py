@@ -11,7 +11,7 @@ from .manifest import Manifest  # noqa: E402
 from .prefetch import Prefetch, prefetch  # noqa: E402
 from .prepare import builtin, prepare  # noqa: E402
 from .shards import Shard, read_shard, write_shard  # noqa: E402
-from .sources import Source, open_source  # noqa: E402
+from .sources import Source, default_tokenizer, open_source  # noqa: E402
 from .tokenizer import TextTokenizer, hf_tokenizer, load_tokenizer  # noqa: E402
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "TextTokenizer",
     "adopt",
     "builtin",
+    "default_tokenizer",
     "hf_tokenizer",
     "load_tokenizer",
     "open_dataset",

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import LabError
+from ..files import sha256_of
 from .dataset import VERIFY_TOKENS, check_vocabulary
-from .files import sha256_of
 from .manifest import MANIFEST, Manifest, load_manifest
 from .shards import Shard, read_shard
 from .tokenizer import FOLDER, TextTokenizer, build_tokenizer, load_tokenizer, tokenizer_setting

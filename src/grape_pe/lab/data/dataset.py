@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LabError
-from .files import sha256_of
+from ..files import sha256_of
 from .manifest import Manifest, load_manifest
 from .shards import Shard, Tokens, check_shard, read_shard
 

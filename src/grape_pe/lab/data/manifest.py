@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from .files import read_json, write_json
+from ..files import damaged, read_json, write_json
 from .shards import Shard
 
 FORMAT, FORMAT_VERSION = "grape-pe dataset", 1
 MANIFEST, PROGRESS = "manifest.json", "progress.json"
 SPLITS = ("train", "val")
+AGAIN = "prepare the dataset again in a new directory"
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ class Manifest:
 def load_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        said = read_json(path)
+        said = read_json(path, AGAIN)
     except FileNotFoundError:
         raise LabError(_why_none(directory)) from None
+    if "format" not in said:
+        raise damaged(path, "it has no format", AGAIN)
     if said.get("format") != FORMAT or said.get("version") != FORMAT_VERSION:
         raise LabError(
             f"{path} must be a {FORMAT!r} of version {FORMAT_VERSION}, got {said.get('format')!r} of version "
@@ -60,10 +63,21 @@ def load_manifest(directory: Path) -> Manifest:
         )
     try:
         shards = tuple(Shard(**entry) for entry in said["shards"])
-        fields = {name: said[name] for name in ("tokenizer", "vocab_size", "eos", "settings")}
+        found = Manifest(said["tokenizer"], said["vocab_size"], said["eos"], said["settings"], shards)
     except (KeyError, TypeError) as error:
-        raise LabError(f"{path} is damaged: {error}; prepare the dataset again") from error
-    return Manifest(shards=shards, **fields)
+        raise damaged(path, repr(error), AGAIN) from None
+    _check_kinds(path, found)
+    return found
+
+
+def _check_kinds(path: Path, found: Manifest) -> None:
+    kinds = {"tokenizer": str, "vocab_size": int, "eos": int, "settings": dict}
+    inside = {"file": str, "split": str, "tokens": int, "documents": int, "sha256": str}
+    checks = [(found, kinds), *((shard, inside) for shard in found.shards)]
+    for thing, expected in checks:
+        for name, kind in expected.items():
+            if not isinstance(getattr(thing, name), kind):
+                raise damaged(path, f"{name} must be {kind.__name__}, got {getattr(thing, name)!r}", AGAIN)
 
 
 def _why_none(directory: Path) -> str:

@@ -8,28 +8,33 @@ so the files come out the same, byte for byte, however often and wherever the pr
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...extras import require
 from ..errors import LabError
+from ..files import SCRATCH, damaged, read_json, write_json, writing
 from .corpus import python_name
 from .encoding import EncodedChunk, encoded
-from .files import PART, read_json, write_json, writing
 from .manifest import MANIFEST, PROGRESS, SPLITS, Manifest, load_manifest
 from .progress import Meter, meter
 from .shards import SplitWriter
-from .sources import BuiltinSource, Source
-from .tokenizer import FOLDER, build_tokenizer, load_tokenizer, tokenizer_setting
+from .sources import BuiltinSource, Chunk, Source
+from .tokenizer import DEFAULT_TOKENIZER, FOLDER, build_tokenizer, load_tokenizer, tokenizer_setting
 
 SHARD_TOKENS = 100_000_000
 VALIDATION = 0.005
 COMMIT_TOKENS = 1 << 23
+#: bytes of validation text below which a dataset is refused
+LEAST_HELD_OUT = 128
+#: which documents are held out; a dataset made by another rule is not continued
+SPLIT_RULE = 2
 LOCK = ".lock"
 
 Writers = dict[str, SplitWriter]
@@ -52,7 +57,7 @@ def prepare(
     source: Source,
     out: str | os.PathLike[str],
     *,
-    tokenizer: str = "gpt2",
+    tokenizer: str = DEFAULT_TOKENIZER,
     shard_tokens: int = SHARD_TOKENS,
     validation: float = VALIDATION,
     max_tokens: int | None = None,
@@ -65,19 +70,20 @@ def prepare(
     Args:
         tokenizer: gpt2, bytes, bpe-N (trained on the data), a tokenizer.json or a directory with one.
         shard_tokens: tokens in a shard. max_tokens: stop after the document in which so many are reached.
-        validation: the share of documents held out, chosen by a hash of their number; the first always is.
+        validation: the share held out: the first document (cut where it is longer than the share of the
+            text) and others chosen by a hash of their number.
         workers: processes that tokenize; the files do not depend on it.
         wait: if another process prepares this directory, wait for it instead of refusing.
     """
     settings = {**source.settings(), "tokenizer": tokenizer_setting(tokenizer), "shard_tokens": shard_tokens}
-    settings |= {"validation": validation, "max_tokens": max_tokens}
+    settings |= {"validation": validation, "split_rule": SPLIT_RULE, "max_tokens": max_tokens}
     _check(settings, workers)
     directory = Path(out).expanduser()
     if _finished(directory, settings) and not (directory / PROGRESS).exists():
         return directory
     _check_directory(directory)
-    _look_at_first(source)  # before anything is written
-    with _locked(directory, wait):
+    _check_source(source, validation)  # before anything is written
+    with _locked(directory, wait), _nothing_half_made(directory, keep=wait or _begun(directory)):
         if not _finished(directory, settings):
             progress = _begin(directory, settings)
             if not (directory / FOLDER).is_dir():
@@ -87,6 +93,22 @@ def prepare(
                 _run(source, directory, progress, workers, bar)
         (directory / PROGRESS).unlink(missing_ok=True)
     return directory
+
+
+def _begun(directory: Path) -> bool:
+    return (directory / PROGRESS).exists() or (directory / MANIFEST).exists()
+
+
+@contextmanager
+def _nothing_half_made(directory: Path, keep: bool) -> Iterator[None]:
+    """After an error, remove a directory in which no documents are kept yet; with some, one can go on."""
+    try:
+        yield
+    except LabError:
+        found = None if keep else _read_progress(directory)
+        if found is not None and not found.documents:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _finished(directory: Path, settings: dict[str, Any]) -> bool:
@@ -100,7 +122,7 @@ def builtin(cache_dir: str | os.PathLike[str] | None = None, tokenizer: str = "b
     """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data)."""
     root = cache_dir or os.environ.get("GRAPE_DATA") or Path.home() / ".cache/grape-pe/data"
     named = tokenizer_setting(tokenizer).replace(" (sha256 ", "-").strip(")").replace("/", "-")
-    directory = Path(root).expanduser() / f"builtin-{named}-{python_name()}"
+    directory = Path(root).expanduser() / f"builtin-v{SPLIT_RULE}-{named}-{python_name()}"
     if (directory / MANIFEST).exists():
         return directory
     return prepare(BuiltinSource(), directory, tokenizer=tokenizer, validation=0.03, wait=True)
@@ -117,9 +139,32 @@ def _check(settings: dict[str, Any], workers: int) -> None:
         )
 
 
-def _look_at_first(source: Source) -> None:
+def _check_source(source: Source, share: float) -> None:
+    """Refuse a source without text, or with too little of it for the share held out."""
     if next(source.chunks(), None) is None:
         raise LabError("the source has no text: every document is empty")
+    size = source.size()
+    if size is not None and share * size < LEAST_HELD_OUT:
+        enough = min(0.5, math.ceil(100 * LEAST_HELD_OUT / size) / 100)
+        possible = f"--validation {enough}, or " if size >= 2 * LEAST_HELD_OUT else ""
+        raise LabError(
+            f"--validation {share:g} of {size:,} bytes holds out {share * size:.0f} bytes, fewer than "
+            f"{LEAST_HELD_OUT}; give {possible}more text"
+        )
+
+
+def _first_cut(chunks: Iterator[Chunk], most: float) -> Iterator[Chunk]:
+    """The first document, which is held out, ends where `most` bytes are reached; the rest of it follows."""
+    first = next(chunks, None)
+    if first is None:
+        return
+    text = first.texts[0]
+    characters = max(1, int(most * len(text) / len(text.encode())))
+    if characters < len(text):
+        at = text.rfind("\n", characters // 2, characters) + 1 or characters
+        first = replace(first, texts=[text[:at], text[at:], *first.texts[1:]])
+    yield first
+    yield from chunks
 
 
 def _check_directory(directory: Path) -> None:
@@ -128,7 +173,7 @@ def _check_directory(directory: Path) -> None:
         raise LabError(f"{directory} is a file; a dataset needs a directory")
     if not directory.is_dir() or (directory / PROGRESS).exists() or (directory / MANIFEST).exists():
         return
-    others = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, PROGRESS + PART))
+    others = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, SCRATCH + PROGRESS))
     if others:
         raise LabError(
             f"{directory} holds {others[0]} and is no dataset; choose an empty or new directory with --out"
@@ -156,14 +201,7 @@ def _locked(directory: Path, wait: bool) -> Iterator[None]:
 
 def _begin(directory: Path, settings: dict[str, Any]) -> _Progress:
     """The progress to go on from; where nothing is done yet, the settings may still change."""
-    try:
-        found = _Progress(**read_json(directory / PROGRESS))
-    except FileNotFoundError:
-        found = _Progress(settings)
-    except TypeError as error:
-        raise LabError(
-            f"{directory / PROGRESS} is damaged ({error}); delete {directory} to start again"
-        ) from error
+    found = _read_progress(directory) or _Progress(settings)
     if found.documents:
         _check_same(found.settings, settings, directory)
     elif found.settings != settings:
@@ -171,8 +209,23 @@ def _begin(directory: Path, settings: dict[str, Any]) -> _Progress:
     if not found.documents:
         found = _Progress(settings)
         found.save(directory)
-    for stale in directory.glob(".part-*"):
+    for stale in directory.glob(f"{SCRATCH}*"):
         shutil.rmtree(stale, ignore_errors=True)
+    return found
+
+
+def _read_progress(directory: Path) -> _Progress | None:
+    path, remedy = directory / PROGRESS, f"delete {directory} to start again"
+    try:
+        found = _Progress(**read_json(path, remedy))
+    except FileNotFoundError:
+        return None
+    except TypeError as error:
+        raise damaged(path, error, remedy) from None
+    if not isinstance(found.settings, dict) or not isinstance(found.documents, int):
+        raise damaged(path, "settings must be an object and documents a number", remedy)
+    if not isinstance(found.streams, dict | None):
+        raise damaged(path, "streams must be an object", remedy)
     return found
 
 
@@ -189,11 +242,14 @@ def _run(source: Source, directory: Path, progress: _Progress, workers: int, bar
     """Tokenize what is left of the source, then write the manifest."""
     tokenizer = load_tokenizer(directory)
     with _writers(directory, progress) as writers:
-        with closing(encoded(source.chunks(progress.cursor), directory, workers)) as chunks:
+        texts, size = source.chunks(progress.cursor), source.size()
+        if size is not None and not progress.documents:
+            texts = _first_cut(texts, progress.settings["validation"] * size)
+        with closing(encoded(texts, directory, workers)) as chunks:
             _write_all(chunks, writers, progress, directory, tokenizer.eos, bar)
         shards = [shard for split in SPLITS for shard in writers[split].finish()]
     if {shard.split for shard in shards} != set(SPLITS):
-        raise LabError("the source has too few documents: one is held out for validation, one is to train on")
+        raise LabError("nothing is left to train on after the validation text; give more text")
     name = progress.settings["tokenizer"]
     Manifest(name, tokenizer.vocab_size, tokenizer.eos, progress.settings, tuple(shards)).save(directory)
 
@@ -247,6 +303,9 @@ def _total(writers: Writers) -> int:
 
 
 def _held_out(number: int, share: float) -> bool:
-    """By a hash of the document's number: independent of workers, chunks and interruptions."""
+    """By a hash of the document's number: independent of workers, chunks and interruptions.
+
+    The first is always held out; it stands for the first 1/share documents, so that the share is kept.
+    """
     digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
-    return number == 0 or int.from_bytes(digest, "little") < share * 2**64
+    return number == 0 or (number * share >= 1 and int.from_bytes(digest, "little") < share * 2**64)

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LabError
-from .files import PART, sha256_of, writing
+from ..files import sha256_of, writing
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 MAX_VOCAB = 1 << 16
+#: ends the name of a shard that is still being written
+PART = ".part"
 
 Tokens = npt.NDArray[np.uint16]
 

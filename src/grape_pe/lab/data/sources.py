@@ -18,6 +18,7 @@ from ...extras import require
 from ..errors import LabError
 from .corpus import python_documents, python_name
 from .readers import KINDS, Reader, reader_of
+from .tokenizer import DEFAULT_TOKENIZER
 
 CHUNK_CHARACTERS = 1 << 20
 
@@ -51,6 +52,10 @@ class Source(ABC):
 
     def fraction(self) -> float | None:
         """How much has been read, from 0 to 1, if that is known."""
+        return None
+
+    def size(self) -> int | None:
+        """Bytes of text in all, if that is known (about, where files hold more than text)."""
         return None
 
     def chunks(self, cursor: Any = None) -> Iterator[Chunk]:
@@ -98,6 +103,9 @@ class BuiltinSource(Source):
     def fraction(self) -> float | None:
         return self._next / len(self._all)
 
+    def size(self) -> int | None:
+        return sum(map(len, self._all))
+
 
 class FileSource(Source):
     """Text, jsonl and parquet files, one after the other."""
@@ -122,6 +130,9 @@ class FileSource(Source):
             except OSError as error:
                 raise LabError(f"cannot read {path}: {error.strerror or error}") from error
             item = 0
+
+    def size(self) -> int | None:
+        return sum(path.stat().st_size for path in self.paths)
 
     def cursor(self) -> Any:
         return [self._file, self._reader.item]
@@ -196,6 +207,11 @@ def open_source(
         if names[0].startswith("hf:"):
             return HubSource(names[0].removeprefix("hf:"), config, split, field)
     return FileSource([path for name in names for path in _files(name)], field)
+
+
+def default_tokenizer(names: Sequence[str]) -> str:
+    """The tokenizer of a source when none is named; fineweb-edu needs the Hub anyway, so it gets GPT-2's."""
+    return "gpt2" if len(names) == 1 and names[0] in NAMED else DEFAULT_TOKENIZER
 
 
 def _files(name: str) -> list[Path]:

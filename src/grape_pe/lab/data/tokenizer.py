@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from ...extras import require
 from ..errors import LabError
-from .files import read_json, sha256_of, write_json, writing
+from ..files import SCRATCH, damaged, read_json, sha256_of, write_json, writing
 from .shards import MAX_VOCAB, Tokens
 
 END = "<|endoftext|>"
@@ -25,6 +27,8 @@ USUAL_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")
 FOLDER, FILE, CONFIG, VOCAB, MERGES = (
     "tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
 )  # fmt: skip
+#: needs no network
+DEFAULT_TOKENIZER = "bpe-8192"
 SAMPLE_CHARACTERS = 16_000_000  # what a byte-pair encoding is trained on, from the start of the data
 
 
@@ -63,7 +67,7 @@ class TextTokenizer:
     def save(self, directory: Path) -> None:
         """Write `directory/tokenizer/`, both files or none."""
         with writing(directory / FOLDER):
-            scratch = Path(tempfile.mkdtemp(dir=directory, prefix=".part-"))
+            scratch = Path(tempfile.mkdtemp(dir=directory, prefix=SCRATCH))
             try:
                 os.chmod(scratch, 0o755)
                 (scratch / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
@@ -186,22 +190,44 @@ def _from_path(path: Path) -> TextTokenizer:
 
 
 def _from_hub(name: str) -> TextTokenizer:
+    """From the cache of the Hugging Face Hub, or from the Hub; without a network it is refused at once."""
+    hub = require("huggingface_hub", "lab")
     try:
-        inner = require("tokenizers", "lab").Tokenizer.from_pretrained(name)
+        try:
+            path = hub.hf_hub_download(name, FILE, local_files_only=True)
+        except hub.errors.LocalEntryNotFoundError:
+            _check_network()
+            path = hub.hf_hub_download(name, FILE)
+        inner = require("tokenizers", "lab").Tokenizer.from_file(path)
     except ImportError:
         raise
-    except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # its many kinds: no network, no such name, a broken file
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise LabError(
             f"tokenizer {name!r} is neither bytes, bpe-N nor a local path, and could not be fetched from the "
-            f"Hugging Face Hub: {why} Without a network, give the path of its tokenizer.json"
+            f"Hugging Face Hub ({why}); without a network give --tokenizer {DEFAULT_TOKENIZER}, which is "
+            f"trained on the data, or the path of a {FILE}"
         ) from error
     return _checked(inner, Path(name), None)
 
 
+def _check_network() -> None:
+    """Fail at once where the Hub's name is unknown; its own retries take half a minute."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return  # a proxy looks names up itself
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    socket.getaddrinfo(address.hostname, address.port or 443)
+
+
 def _said_end(config: Path) -> str | None:
-    said = read_json(config).get("eos_token") if config.is_file() else None
-    return said["content"] if isinstance(said, dict) else said
+    if not config.exists():
+        return None
+    remedy = "restore it, or remove it if the usual end tokens will do"
+    said = read_json(config, remedy).get("eos_token")
+    end = said.get("content") if isinstance(said, dict) else said
+    if end is not None and not isinstance(end, str):
+        raise damaged(config, f"eos_token must be text, got {end!r}", remedy)
+    return end
 
 
 def _checked(inner: Any, path: Path, end: str | None) -> TextTokenizer:

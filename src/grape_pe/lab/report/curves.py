@@ -42,8 +42,8 @@ def training(results: Results, looks: Looks) -> Figure:
     return Figure(
         "training",
         "Training loss",
-        "Lines are means over seeds, bands run from the lowest to the highest seed. Look for curves that "
-        "part early and stay apart; a band as wide as the gap means the gap may be luck.",
+        "Lines are means over seeds, bands run from the lowest to the highest seed. A seed moves all "
+        "encodings together, so bands may overlap where a difference is beyond chance; the table says where.",
         one_view(data),
         {"xaxis": axis("step"), "yaxis": axis("loss (nats a token)", **_frame(data))},
     )
@@ -153,5 +153,5 @@ def _outside(data: list[Trace]) -> str:
     lines = _lines(data)
     if not lines:
         return ""
-    gone = [t["name"] for t in data if "name" in t and t["y"] and max(t["y"]) > _ceiling(lines)]
+    gone = [t["meta"]["arm"] for t in data if "name" in t and t["y"] and max(t["y"]) > _ceiling(lines)]
     return f" {', '.join(gone)} leave the frame; double-click shows all." if gone else ""

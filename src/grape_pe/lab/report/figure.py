@@ -73,6 +73,11 @@ def decade_axis(title: str, values: Iterable[float | None]) -> dict[str, Any]:
     return axis(title, type="log", tickvals=[10.0**k for k in powers], ticktext=names)
 
 
+def plot_text(text: str) -> str:
+    """Text as plotly shows it unchanged: it reads tags, and of the named entities only a few."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
 def short(value: float) -> float:
     """Six digits: what a figure can show, a third of the bytes."""
     return float(f"{value:.6g}")
@@ -99,7 +104,7 @@ def mean_and_band(arm: Arm, style: Style, curves: Iterable[Curve], markers: bool
         "mode": "lines+markers" if markers else "lines",
         "x": x,
         "y": mean,
-        "name": arm.label,
+        "name": plot_text(arm.label),
         "meta": {"arm": arm.label},
         "line": {"color": style.color, "dash": style.dash, "width": 2},
         "marker": {"color": style.color, "symbol": style.symbol, "size": 7},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...extras import require
+from ..files import write_text, writing
 from .curves import loss_figures
 from .figure import Figure
 from .picture_figures import picture_figures
@@ -33,10 +33,10 @@ SVG_DASHES = {
 Looks = Mapping[str, Style]
 NOTHING = '<td data-value="">–</td>'
 TABLE_CAPTION = (
-    "Mean ± standard deviation over seeds; below it the 95% confidence interval of the mean (Student's t). "
-    "“Behind the best” pairs runs of the same seed: an interval that stays above zero is a difference beyond "
-    "the spread, for that one comparison. Tasks: share solved exactly, averaged over lengths, then over "
-    "tasks. Click a heading to sort."
+    "Mean ± standard deviation over seeds. “Behind the best” compares runs of the same seed; below it the "
+    "95% interval, simultaneous over all pairs: where it stays above zero, the difference is beyond "
+    "chance. Other intervals are Student's, of the mean. Tasks: share solved exactly, averaged over "
+    "lengths, then over tasks. Click a heading to sort."
 )
 
 
@@ -46,11 +46,10 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
 
 
 def write_page(text: str, out: Path) -> Path:
-    """The whole file or nothing, so that a kill leaves the old report."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.with_name(f".{out.name}.part")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, out)
+    """Write the page in one step, so that a kill leaves the old one."""
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, text)
     return out
 
 
@@ -147,7 +146,7 @@ def _table_cells(row: Row, stretch: str, best: bool) -> dict[str, str]:
     status = f"<small>{escape(row.status)}</small>" if row.status else ""
     leads = best and row.val_loss is not None
     return {
-        "Validation loss": _cell(row.val_loss, 4),
+        "Validation loss": _cell(row.val_loss, 4, interval=False),
         "Behind the best": '<td data-value="0">best</td>' if leads else _cell(row.behind, 4, sign=True),
         f"Loss at {stretch}": _cell(row.long_loss, 3),
         "Tasks": _cell(row.tasks, 1, scale=100, unit="%"),
@@ -269,7 +268,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 def page(title: str, sections: Sequence[Section], legend: str = "") -> str:
     """The whole document: styles, contents, sections, figures as data, plotly once, and the script."""
     payload = {figure.key: figure.payload() for section in sections for figure in section.figures}
-    data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     links = "".join(f'<a href="#{s.key}">{escape(s.title)}</a>' for s in sections)
     body = "".join(f'<section id="{s.key}">{s.body}</section>' for s in sections)
     plotly = require("plotly.offline", "lab").get_plotlyjs()

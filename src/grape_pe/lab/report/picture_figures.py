@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figure import Figure, Trace, View, axis, decade_axis, doubling_axis, heatmap, one_view
+from .figure import Figure, Trace, View, axis, decade_axis, doubling_axis, heatmap, one_view, plot_text
 from .scores import SCORE_SCALE
 from .style import Style
 
@@ -25,6 +25,15 @@ def picture_figures(picture: Picture, style: Style, key: str) -> list[Figure]:
     made += [_gates(picture, style, key), _heatmaps(picture, key), _singular(picture, style, key)]
     made += [_reach(picture, key)]
     return [figure for figure in made if figure is not None and not figure.empty]
+
+
+def check_picture(picture: Picture) -> None:
+    """Raise KeyError, TypeError, ValueError, IndexError or AttributeError if it cannot be drawn."""
+    figures = picture_figures(picture, Style(0, "solid", "circle"), "check")
+    json.dumps([figure.payload() for figure in figures], allow_nan=False)
+    for text in (picture["singular_about"], picture.get("breaks_relative_law") or ""):
+        text.strip()
+    len(picture["singular"])
 
 
 def _layers(entries: Iterable[Mapping[str, Any]]) -> list[int]:
@@ -164,7 +173,7 @@ def _boxes(entry: Mapping[str, Any], style: Style) -> Trace:
     low, q1, median, q3, high = (list(column) for column in zip(*entry["quantiles"], strict=True))
     return {
         "type": "box", "x": [_name(head) for head in entry["heads"]], "lowerfence": low, "q1": q1,
-        "median": median, "q3": q3, "upperfence": high, "name": entry["name"],
+        "median": median, "q3": q3, "upperfence": high, "name": plot_text(entry["name"]),
         "line": {"color": style.color, "width": 1.5}, "fillcolor": style.faint(0.2),
         "hoverinfo": "y",
     }  # fmt: skip
@@ -204,7 +213,7 @@ def _heatmaps(picture: Picture, key: str) -> Figure | None:
 
 def _word(word: str) -> str:
     shown = word.replace("\n", "⏎").replace("\t", "⇥").strip() or "␣"
-    return html.escape(shown[:10])
+    return plot_text(shown[:10])
 
 
 def _triangle(rows: Sequence[Sequence[float | None]], words: Sequence[str], biased: bool) -> Trace:

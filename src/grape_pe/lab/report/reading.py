@@ -1,4 +1,4 @@
-"""Comparison directories, read into `Results`. What is missing or broken becomes a note, not an error.
+"""Comparison directories, read into `Results`. A missing run is known as such; a damaged file is an error.
 
 results = read_results([Path("out/small")])
 results.arms[0].language[0].val_loss
@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
+from ..files import damaged, read_json
 from ..pictures import VERSION as PICTURE_VERSION
+from ..run_directory import read_metrics
+from .picture_figures import check_picture
 from .results import Arm, LanguageRun, Recipe, Results, Stretch, TaskScore
+from .stored import Evaluation, StoredComparison, read_comparison, read_evaluation, read_evaluations
 
 #: settings that belong to one run, or to how it was executed, and not to the recipe all runs share
 NOT_THE_RECIPE = (
@@ -31,40 +35,35 @@ def read_results(directories: Sequence[Path]) -> Results:
         raise LabError("no directory given; name one that `grape compare` wrote")
     notes: list[str] = []
     recipes: list[Recipe] = []
-    arms: dict[tuple[str, int], Arm] = {}
+    arms: dict[tuple[str, int, str], Arm] = {}
     tasks: dict[str, None] = {}
     for directory in directories:
         said = _comparison(Path(directory))
         recipe = _recipe_index(recipes, _recipe(Path(directory), said))
-        tasks |= dict.fromkeys(said.get("tasks") or ())
+        tasks |= dict.fromkeys(said.tasks)
         for arm in _arms(Path(directory), said, recipe, notes):
-            key = (arm.label, recipe)
+            key = (arm.label, recipe, json.dumps(arm.options, sort_keys=True))
             arms[key] = _joined(arms[key], arm, notes) if key in arms else arm
     tasks |= dict.fromkeys(score.task for arm in arms.values() for score in arm.scores)
     notes.extend(recipe_differences(recipes))
-    return Results(
-        tuple(_named(arm, recipes) for arm in arms.values()), tuple(recipes), tuple(tasks), tuple(notes)
-    )
+    return Results(tuple(_named(list(arms.values()), recipes)), tuple(recipes), tuple(tasks), tuple(notes))
 
 
-def _comparison(directory: Path) -> dict[str, Any]:
+def _comparison(directory: Path) -> StoredComparison:
     path = directory / "compare.json"
-    if not path.is_file():
+    if not path.exists():
         raise LabError(f"no compare.json in {directory}; name a directory that `grape compare` wrote")
-    said = read_json(path)
-    if not isinstance(said, dict) or not isinstance(said.get("arms"), list):
-        raise LabError(f"{path} is damaged: expected an object with arms; run `grape compare` again")
-    return said
+    return read_comparison(path)
 
 
-def _recipe(directory: Path, said: Mapping[str, Any]) -> Recipe:
+def _recipe(directory: Path, said: StoredComparison) -> Recipe:
     return Recipe(
         name=directory.resolve().name,
-        settings=_flat(said.get("recipe") or {}),
-        seeds=tuple(said.get("seeds") or ()),
-        machine=said.get("machine") or {},
-        versions=said.get("versions") or {},
-        command=str(said.get("command") or ""),
+        settings=_flat(said.recipe),
+        seeds=tuple(said.seeds),
+        machine=said.machine,
+        versions=said.versions,
+        command=said.command,
     )
 
 
@@ -106,28 +105,41 @@ def recipe_differences(recipes: Sequence[Recipe]) -> list[str]:
     return notes
 
 
-def _named(arm: Arm, recipes: Sequence[Recipe]) -> Arm:
-    return replace(arm, label=f"{arm.label} ({recipes[arm.recipe].name})") if arm.recipe else arm
+def _named(arms: Sequence[Arm], recipes: Sequence[Recipe]) -> Iterator[Arm]:
+    """Labels that differ wherever encoding options or recipes do."""
+    for arm in arms:
+        twins = [each for each in arms if (each.label, each.recipe) == (arm.label, arm.recipe)]
+        label = arm.label if len(twins) == 1 else f"{arm.label} {_options(arm)}"
+        yield replace(arm, label=f"{label} ({recipes[arm.recipe].name})" if arm.recipe else label)
 
 
-def _arms(directory: Path, said: Mapping[str, Any], recipe: int, notes: list[str]) -> Iterator[Arm]:
-    stored = _stored(directory, notes)
-    for each in said["arms"]:
-        label = str(each["label"])
-        seeds = dict.fromkeys(
-            (*(said.get("seeds") or ()), *(seed for _, name, seed, _ in stored if name == label))
-        )
-        on_text = said.get("comparison", {}).get("language", True)
-        text_seeds = seeds if on_text else ()
+def _options(arm: Arm) -> str:
+    said = ", ".join(f"{name}={value}" for name, value in arm.options.items())
+    return f"[{said or 'default options'}]"
+
+
+def _arms(directory: Path, said: StoredComparison, recipe: int, notes: list[str]) -> Iterator[Arm]:
+    stored = _stored(directory)
+    for each in said.arms:
+        label = each.label
+        seeds = dict.fromkeys((*said.seeds, *(seed for _, name, seed, _ in stored if name == label)))
+        text_seeds = seeds if said.comparison.get("language", True) else ()
         runs = {seed: _language_run(directory, label, seed, stored, notes) for seed in text_seeds}
         scores = [
             score
-            for task in said.get("tasks") or ()
+            for task in said.tasks
             for seed in seeds
-            for score in _scores(directory, task, label, seed, stored, notes)
+            for score in _scores(directory, task, label, seed, stored)
         ]
-        encoding = str(each.get("encoding", label))
-        yield Arm(label, encoding, bool(each.get("kv_shift")), recipe, runs, tuple(scores))
+        options = {**_recipe_options(said), **each.own_settings()}
+        yield Arm(label, each.encoding, each.kv_shift, recipe, runs, tuple(scores), options)
+
+
+def _recipe_options(said: StoredComparison) -> dict[str, Any]:
+    """Encoding options that the recipe gives to every arm."""
+    model = said.recipe.get("model")
+    options = model.get("encoding_options") if isinstance(model, dict) else None
+    return options if isinstance(options, dict) else {}
 
 
 def _joined(ours: Arm, theirs: Arm, notes: list[str]) -> Arm:
@@ -150,82 +162,74 @@ def _joined(ours: Arm, theirs: Arm, notes: list[str]) -> Arm:
     return replace(ours, language=dict(sorted(runs.items())), scores=ours.scores + more)
 
 
-Stored = Mapping[tuple[str, str, int, str], Mapping[str, Any]]
+StoredRuns = Mapping[tuple[str, str, int, str], Evaluation]
 
 
-def _stored(directory: Path, notes: list[str]) -> Stored:
+def _stored(directory: Path) -> StoredRuns:
     """results.jsonl by (kind, label, seed, task): what stands in for runs whose directories are gone."""
-    lines = read_lines(directory / "results.jsonl", notes)
-    return {
-        (line.get("kind", "language"), line["label"], line["seed"], line.get("task") or ""): line
-        for line in lines
-        if "label" in line and "seed" in line
-    }
+    found = read_evaluations(directory / "results.jsonl")
+    return {(each.kind, each.label, each.seed, each.task or ""): each for each in found}
 
 
-def _evaluation(
-    path: Path, key: tuple[str, str, int, str], stored: Stored, notes: list[str]
-) -> Mapping[str, Any]:
-    if path.is_file():
-        said = read_json(path)
-        if isinstance(said, dict):
-            return said
-        notes.append(f"{path} could not be read and was left out")
-    return stored.get(key, {})
+def _evaluation(path: Path, key: tuple[str, str, int, str], stored: StoredRuns) -> Evaluation | None:
+    return read_evaluation(path) if path.exists() else stored.get(key)
 
 
-def _language_run(directory: Path, label: str, seed: int, stored: Stored, notes: list[str]) -> LanguageRun:
+def _language_run(
+    directory: Path, label: str, seed: int, stored: StoredRuns, notes: list[str]
+) -> LanguageRun:
     run = directory / "runs" / f"{label}-s{seed}"
-    said = _evaluation(run / "evaluation.json", ("language", label, seed, ""), stored, notes)
-    lines = read_lines(run / "metrics.jsonl", notes)
-    position = said.get("by_position") or {}
-    return LanguageRun(
-        seed=seed,
-        evaluated=bool(said),
-        val_loss=number(said.get("val_loss")),
-        parameters=said.get("parameters"),
-        train_length=said.get("train_length"),
-        tokens_per_second=number(said.get("tokens_per_second")),
-        peak_memory_bytes=number(said.get("peak_memory_bytes")),
-        seconds=number(said.get("seconds")),
-        by_position=_pairs(zip(position.get("position") or (), position.get("loss") or (), strict=False)),
-        extrapolation=tuple(
-            Stretch(int(e["length"]), e.get("window"), number(e.get("loss")))
-            for e in said.get("extrapolation") or ()
-        ),
-        train_curve=_pairs((x.get("step"), x.get("loss")) for x in lines if x.get("kind") == "train"),
-        validation_curve=_pairs(
-            (x.get("step"), x.get("loss")) for x in lines if x.get("kind") == "validation"
-        ),
+    said = _evaluation(run / "evaluation.json", ("language", label, seed, ""), stored)
+    lines = read_metrics(run)
+    found = LanguageRun(
+        seed,
+        train_curve=_curve(lines, "train"),
+        validation_curve=_curve(lines, "validation"),
         picture=_picture(run / "picture.json", notes),
+    )
+    return found if said is None else _evaluated(found, said)
+
+
+def _curve(lines: Sequence[Mapping[str, Any]], kind: str) -> dict[float, float]:
+    return _pairs((x.get("step"), x.get("loss")) for x in lines if x["kind"] == kind)
+
+
+def _evaluated(run: LanguageRun, said: Evaluation) -> LanguageRun:
+    return replace(
+        run,
+        evaluated=True,
+        val_loss=number(said.val_loss),
+        parameters=said.parameters,
+        train_length=said.train_length,
+        tokens_per_second=number(said.tokens_per_second),
+        peak_memory_bytes=number(said.peak_memory_bytes),
+        seconds=number(said.seconds),
+        by_position=_pairs(zip(said.by_position.position, said.by_position.loss, strict=False)),
+        extrapolation=tuple(Stretch(e.length, e.window, number(e.loss)) for e in said.extrapolation),
     )
 
 
 def _picture(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    if not path.is_file():
+    if not path.exists():
         return None
-    said = read_json(path)
-    if not isinstance(said, dict) or said.get("version") != PICTURE_VERSION:
+    remedy = "remove it, and the report is written without this picture"
+    said = read_json(path, remedy)
+    if isinstance(said.get("version"), int) and said["version"] != PICTURE_VERSION:
         notes.append(f"{path} is no picture this version can show and was left out")
         return None
+    try:
+        check_picture(said)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as problem:
+        raise damaged(path, f"it cannot be drawn ({problem!r:.80})", remedy) from None
     return said
 
 
-def _scores(
-    directory: Path, task: str, label: str, seed: int, stored: Stored, notes: list[str]
-) -> Iterator[TaskScore]:
+def _scores(directory: Path, task: str, label: str, seed: int, stored: StoredRuns) -> Iterator[TaskScore]:
     path = directory / "tasks" / task / f"{label}-s{seed}" / "evaluation.json"
-    said = _evaluation(path, ("task", label, seed, task), stored, notes)
-    for score in said.get("scores") or ():
-        yield TaskScore(
-            task=task,
-            seed=seed,
-            split=str(score.get("split") or ""),
-            length=int(score.get("length") or 0),
-            depth=number(score.get("depth")),
-            exact=number(score.get("exact")),
-            token=number(score.get("token")),
-        )
+    said = _evaluation(path, ("task", label, seed, task), stored)
+    for each in said.scores if said else ():
+        depth, exact, token = number(each.depth), number(each.exact), number(each.token)
+        yield TaskScore(task, seed, each.split, each.length, depth, exact, token)
 
 
 def _pairs(pairs: Any) -> dict[float, float]:
@@ -237,26 +241,3 @@ def number(value: Any) -> float | None:
     """A finite number, or None."""
     fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if fine else None
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. A last line that a kill cut short is no news; any other broken one is."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().splitlines()
-    out, broken = [], []
-    for index, line in enumerate(lines):
-        try:
-            out.append(json.loads(line))
-        except ValueError:
-            broken.append(index)
-    if any(index < len(lines) - 1 for index in broken):
-        notes.append(f"{path}: {len(broken)} lines could not be read and were left out")
-    return [line for line in out if isinstance(line, dict)]

@@ -72,6 +72,7 @@ class Arm:
     recipe: int
     language: Mapping[int, LanguageRun]
     scores: tuple[TaskScore, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def values(self, of: Callable[[LanguageRun], float | None]) -> dict[int, float]:
         """Seed to value, where there is one."""

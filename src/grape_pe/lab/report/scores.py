@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from .figure import Figure, Trace, View, axis, heatmap, one_view, short
-from .ranking import Row, ranking
+from .figure import Figure, Trace, View, axis, heatmap, one_view, plot_text, short
+from .ranking import Row, loss_blocks, ranking
 from .results import Arm, LanguageRun, Results, TaskScore
+from .statistics import Blocks
 from .style import Style
 
 Looks = Mapping[str, Style]
@@ -18,14 +19,16 @@ ROW_HEIGHT = 26
 
 
 def ranking_figure(results: Results, looks: Looks) -> Figure:
-    """Validation losses as points: each seed, the mean, and its interval."""
+    """Validation losses as points: each seed, the mean, and a bar for what is beyond chance."""
+    found = loss_blocks(results)
     rows = [row for row in ranking(results) if row.val_loss is not None][::-1]
-    data = [trace for row in rows for trace in _ranked(row, looks[row.label])]
-    several = any(row.val_loss and row.val_loss.count > 1 for row in rows)
+    data = [trace for row in rows for trace in _ranked(row, looks[row.label], found)]
+    margin = found.margin
     bars = (
-        " The bar is the 95% interval of the mean; where bars overlap widely, the order may be luck."
-        if several
-        else " One seed each, so there is no interval: the order may be luck."
+        " One seed each, so there is no interval: the order may be chance."
+        if margin is None
+        else " Two encodings differ beyond chance exactly where their bars do not overlap: a bar is half the "
+        "smallest such difference. Seeds vary more than that, since what a seed does to all is taken out."
     )
     return Figure(
         "ranking",
@@ -34,7 +37,11 @@ def ranking_figure(results: Results, looks: Looks) -> Figure:
         one_view(data),
         {
             "xaxis": axis("loss (nats a token)", **_span(rows)),
-            "yaxis": {"type": "category", "categoryarray": [row.label for row in rows], "showgrid": True},
+            "yaxis": {
+                "type": "category",
+                "categoryarray": [plot_text(row.label) for row in rows],
+                "showgrid": True,
+            },
         },
         height=70 + ROW_HEIGHT * max(len(rows), 2),
     )
@@ -50,7 +57,7 @@ def _span(rows: Sequence[Row]) -> dict[str, list[float]]:
     return {"range": [low - margin, high + margin]}
 
 
-def _ranked(row: Row, style: Style) -> list[Trace]:
+def _ranked(row: Row, style: Style, found: Blocks) -> list[Trace]:
     summary = row.val_loss
     assert summary is not None
     seeds = list(row.losses.values())
@@ -59,23 +66,24 @@ def _ranked(row: Row, style: Style) -> list[Trace]:
         "type": "scatter",
         "mode": "markers",
         "x": [short(summary.mean)],
-        "y": [row.label],
-        "name": row.label,
+        "y": [plot_text(row.label)],
+        "name": plot_text(row.label),
         "meta": {"arm": row.label},
         "marker": {**look, "size": 11},
         "hovertemplate": "%{x:.4f}<extra>%{y}: mean</extra>",
     }
-    if summary.low is None or summary.high is None:
+    if summary.count == 1:
         return [mean]
-    mean["error_x"] = {
-        "type": "data", "symmetric": True, "array": [short(summary.high - summary.mean)],
-        "color": style.color, "thickness": 1.5, "width": 4,
-    }  # fmt: skip
+    if found.margin is not None and row.label in found.means:
+        mean["error_x"] = {
+            "type": "data", "symmetric": True, "array": [short(found.margin / 2)],
+            "color": style.color, "thickness": 1.5, "width": 4,
+        }  # fmt: skip
     each: Trace = {
         "type": "scatter",
         "mode": "markers",
         "x": [short(loss) for loss in seeds],
-        "y": [row.label] * len(seeds),
+        "y": [plot_text(row.label)] * len(seeds),
         "meta": {"arm": row.label},
         "marker": {"symbol": "line-ns", "size": 9, "line": {"color": style.color, "width": 1.5}},
         "hovertemplate": "%{x:.4f}<extra>%{y}: a seed</extra>",
@@ -117,7 +125,7 @@ def _bar(arm: Arm, style: Style, of: Callable[[LanguageRun], float | None], unit
     values = [value / unit for value in arm.values(of).values()]
     if not values:
         return []
-    mean = sum(values) / len(values)
+    mean, name = sum(values) / len(values), plot_text(arm.label)
     spread = {
         "type": "data",
         "symmetric": False,
@@ -126,7 +134,7 @@ def _bar(arm: Arm, style: Style, of: Callable[[LanguageRun], float | None], unit
     }
     return [
         {
-            "type": "bar", "orientation": "h", "x": [short(mean)], "y": [arm.label], "name": arm.label,
+            "type": "bar", "orientation": "h", "x": [short(mean)], "y": [name], "name": name,
             "meta": {"arm": arm.label}, "marker": {"color": style.color},
             "error_x": {**spread, "color": "var(--ink)", "thickness": 1, "width": 3},
             "text": [f"{mean:,.0f}"], "textposition": "inside", "insidetextanchor": "start",
@@ -154,9 +162,9 @@ def _task_figure(results: Results, task: str) -> Figure | None:
     splits = list(dict.fromkeys(s.split for s in found))
     columns = sorted({(s.split, s.length) for s in found}, key=lambda c: (splits.index(c[0]), c[1]))
     lengths = [str(length) for _, length in columns]
-    x = lengths if len(splits) == 1 else [[split for split, _ in columns], lengths]
+    x = lengths if len(splits) == 1 else [[plot_text(split) for split, _ in columns], lengths]
     order = sorted(scored, key=lambda arm: _mean_of(arm, task, "exact") or 0.0)
-    labels = [arm.label for arm in order]
+    labels = [plot_text(arm.label) for arm in order]
     views = [
         View(name, [_scores([[_mean_of(arm, task, kind, c) for c in columns] for arm in order], x, labels)])
         for kind, name in KINDS.items()

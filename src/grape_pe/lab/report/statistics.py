@@ -1,7 +1,8 @@
-"""Mean, spread and confidence intervals over a handful of seeds, by Student's t.
+"""Means over seeds, and which differences between arms are beyond chance.
 
-Seeds are few (often three), so the normal distribution would promise far too much: with three seeds a 95%
-interval is 4.3 standard errors wide on each side, not 2.
+All arms of a seed share their data and first matrices, so a seed is a block: loss = arm + seed + residual.
+The residual variance is estimated from all arms together, and all pairs of arms are judged at once (Tukey's
+studentized range), because the best arm is only known after looking.
 """
 
 from __future__ import annotations
@@ -9,8 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+from ...extras import require
 
 CONFIDENCE = 0.95
+#: an arm is called noisier than the others below this probability (shared by all arms)
+NOISY = 0.01
+
+Values = Mapping[str, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,8 @@ class Summary:
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
-def summarize(values: Sequence[float], confidence: float = CONFIDENCE) -> Summary | None:
-    """The summary of what was measured; None where nothing was."""
+def summarize(values: Sequence[float]) -> Summary | None:
+    """The summary of what was measured, with Student's interval; None where nothing was."""
     n = len(values)
     if n == 0:
         return None
@@ -40,46 +48,87 @@ def summarize(values: Sequence[float], confidence: float = CONFIDENCE) -> Summar
     if n == 1:
         return Summary(mean, 1)
     spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    margin = student_quantile(confidence, n - 1) * spread / math.sqrt(n)
+    margin = _student(n - 1) * spread / math.sqrt(n)
     return Summary(mean, n, spread, mean - margin, mean + margin)
 
 
-def paired_difference(
-    ours: Mapping[int, float], theirs: Mapping[int, float], comparisons: int = 1
-) -> Summary | None:
-    """ours - theirs over the seeds both have, with the interval widened for several comparisons (Bonferroni).
+@dataclass(frozen=True)
+class Blocks:
+    """Arms compared on the seeds they all have.
 
-    A seed fixes data order and, where shapes agree, the initial weights, so differences within a seed
-    are steadier than the losses themselves.
+    `margin` is the half width of the simultaneous 95% interval of any difference of two means; None with
+    fewer than two seeds or arms. `noisy` are arms that vary more than the others, against the assumption.
     """
-    common = sorted(ours.keys() & theirs.keys())
-    confidence = 1 - (1 - CONFIDENCE) / comparisons
-    return summarize([ours[seed] - theirs[seed] for seed in common], confidence)
+
+    seeds: tuple[int, ...]
+    means: Mapping[str, float]
+    residual: float | None = None
+    margin: float | None = None
+    noisy: tuple[str, ...] = ()
+
+    def difference(self, ours: str, theirs: str) -> Summary:
+        """ours - theirs with its simultaneous interval."""
+        gap = self.means[ours] - self.means[theirs]
+        if self.margin is None:
+            return Summary(gap, len(self.seeds))
+        return Summary(gap, len(self.seeds), None, gap - self.margin, gap + self.margin)
+
+    def apart(self, ours: str, theirs: str) -> bool:
+        """Whether two arms differ beyond chance."""
+        return self.difference(ours, theirs).excludes_zero
 
 
-def student_probability(t: float, degrees: int) -> float:
-    """P(|T| <= t) for whole degrees of freedom, in closed form (a finite trigonometric sum)."""
-    theta = math.atan(t / math.sqrt(degrees))
-    sine, cosine2 = math.sin(theta), math.cos(theta) ** 2
-    odd = degrees % 2
-    term = math.cos(theta) if odd else 1.0
-    total = 0.0
-    for k in range(1 + odd, degrees, 2):  # the terms cos, 2/3 cos^3, … or 1, 1/2 cos^2, …
-        total += term
-        term *= cosine2 * k / (k + 1)
-    return 2 / math.pi * (theta + sine * total) if odd else sine * total
+def blocks(values: Values) -> Blocks:
+    """Arms by label, each with a value for each seed, compared seed by seed."""
+    shared = set.intersection(*(set(each) for each in values.values())) if values else set()
+    seeds = tuple(sorted(shared))
+    if not seeds:
+        return Blocks((), {})
+    means = {label: _mean([each[seed] for seed in seeds]) for label, each in values.items()}
+    arms, n = len(values), len(seeds)
+    if arms < 2 or n < 2:
+        return Blocks(seeds, means)
+    left = _residuals(values, means, seeds)
+    degrees = (arms - 1) * (n - 1)
+    residual = math.sqrt(math.fsum(r * r for each in left.values() for r in each) / degrees)
+    margin = _tukey(arms, degrees) * residual * math.sqrt(2 / n)
+    return Blocks(seeds, means, residual, margin, _noisy(left, degrees))
 
 
-def student_quantile(confidence: float, degrees: int) -> float:
-    """t with P(|T| <= t) = confidence, by bisection."""
-    if degrees < 1 or not 0 < confidence < 1:
-        raise ValueError(
-            f"expected degrees >= 1 and 0 < confidence < 1, got degrees={degrees} and confidence={confidence}"
-        )
-    low, high = 0.0, 1.0
-    while student_probability(high, degrees) < confidence:
-        low, high = high, 2 * high
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_probability(middle, degrees) < confidence else (low, middle)
-    return (low + high) / 2
+def _residuals(values: Values, means: Mapping[str, float], seeds: Sequence[int]) -> dict[str, list[float]]:
+    """What neither the arm nor the seed explains."""
+    middle = _mean(list(means.values()))
+    shift = {seed: _mean([each[seed] for each in values.values()]) - middle for seed in seeds}
+    return {label: [values[label][seed] - means[label] - shift[seed] for seed in seeds] for label in values}
+
+
+def _noisy(left: Mapping[str, Sequence[float]], degrees: int) -> tuple[str, ...]:
+    """Arms whose residual variance is above that of the others, by an F test."""
+    arms = len(left)
+    if arms < 3:
+        return ()
+    squares = {label: math.fsum(r * r for r in each) for label, each in left.items()}
+    total, own = math.fsum(squares.values()), degrees / arms
+    f = require("scipy.stats", "lab").f
+    out = []
+    for label, square in squares.items():
+        others = (total - square) / (degrees - own)
+        if others > 0 and f.sf(square / own / others, own, degrees - own) < NOISY / arms:
+            out.append(label)
+    return tuple(out)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+@lru_cache
+def _student(degrees: int) -> float:
+    return float(require("scipy.stats", "lab").t.ppf((1 + CONFIDENCE) / 2, degrees))
+
+
+@lru_cache
+def _tukey(arms: int, degrees: int) -> float:
+    """How many standard errors of a difference two of so many means may lie apart by chance."""
+    quantile = require("scipy.stats", "lab").studentized_range.ppf(CONFIDENCE, arms, degrees)
+    return float(quantile) / math.sqrt(2)

@@ -21,7 +21,7 @@ def table(results: Results) -> str:
     columns = [("encoding", [row.label for row in rows])]
     optional = [
         ("val loss", [_loss(row.val_loss) or row.status for row in rows]),
-        ("95% interval", [_interval(row.val_loss) for row in rows]),
+        ("behind the best", [_behind(row.behind) for row in rows]),
         (f"at {results.stretch}", [_loss(row.long_loss, 3) for row in rows]),
         ("tasks", [_percent(row.tasks) for row in rows]),
         ("tok/s", [f"{row.speed.mean:,.0f}" if row.speed else "" for row in rows]),
@@ -63,10 +63,12 @@ def _loss(summary: Summary | None, digits: int = 4) -> str:
     )
 
 
-def _interval(summary: Summary | None) -> str:
-    if summary is None or summary.low is None or summary.high is None:
+def _behind(gap: Summary | None) -> str:
+    if gap is None:
         return ""
-    return f"{summary.low:.3f} … {summary.high:.3f}"
+    if gap.low is None or gap.high is None:
+        return f"{gap.mean:+.4f}"
+    return f"{gap.mean:+.3f} ({gap.low:+.3f} … {gap.high:+.3f})"
 
 
 def _percent(summary: Summary | None) -> str:

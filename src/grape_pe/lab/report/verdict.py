@@ -1,12 +1,14 @@
-"""The answer in plain words, from the numbers: who is best, by how much, and whether that may be luck."""
+"""The answer in plain words, from the numbers: who is best, by how much, and whether that may be chance."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .ranking import Row, ranking
+from .ranking import Row, loss_blocks, ranking, task_blocks
 from .results import Results
-from .statistics import Summary, paired_difference
+from .statistics import Blocks, Summary
+
+ONE_SEED = "With one seed for each encoding there is no telling whether that is chance."
 
 
 @dataclass(frozen=True)
@@ -21,86 +23,113 @@ class Verdict:
 
 def verdict(results: Results) -> Verdict:
     """What the comparison says about "which encoding should I use?"."""
-    every = ranking(results)
-    rows = [row for row in every if row.val_loss is not None]
+    every, found = ranking(results), loss_blocks(results)
+    rows = [row for row in every if row.label in found.means]
+    if not any(row.losses for row in every):
+        return _task_verdict(results, [row for row in every if row.tasks is not None])
     if not rows:
-        return _task_verdict([row for row in every if row.tasks is not None])
+        return Verdict(_nothing_comparable(results), tuple(_missing_sentences(results)), None, ())
     best, others = rows[0], rows[1:]
+    details = tuple(_details(results, rows, found))
     if not others:
-        return Verdict(
-            f"Only {best.label} has finished: validation loss {_pm(best.val_loss)}.",
-            tuple(_details(results, rows)),
-            best.label,
-            (),
-        )
-    tied = tuple(row.label for row in others if not _separated(best, row, len(others)))
-    return Verdict(_headline(rows, tied), tuple(_details(results, rows)), best.label, tied)
+        said = f"Only {best.label} can be ranked: validation loss {_pm(best.val_loss)}."
+        return Verdict(said, details, best.label, ())
+    tied = tuple(row.label for row in others if not found.apart(row.label, best.label))
+    return Verdict(_headline(rows, tied, found), details, best.label, tied)
 
 
-def _task_verdict(rows: list[Row]) -> Verdict:
+def _nothing_comparable(results: Results) -> str:
+    if all(any(run.diverged for run in arm.language.values()) for arm in results.arms):
+        return "Every encoding has a run that diverged, so there is nothing to rank."
+    return "The encodings share no seed, so their losses cannot be compared."
+
+
+def _task_verdict(results: Results, rows: list[Row]) -> Verdict:
     """Without text to model, the tasks decide."""
     if not rows:
         return Verdict("There is no finished run yet, so there is nothing to rank.", (), None, ())
-    best, others = rows[0], rows[1:]
+    best, others, found = rows[0], rows[1:], task_blocks(results)
     lead = f"{best.label} solves most of the tasks, {_percent(best.tasks)} exactly"
-    gaps = {row.label: paired_difference(best.solved, row.solved, len(others)) for row in others}
-    tied = tuple(label for label, gap in gaps.items() if gap is None or not gap.excludes_zero)
+    known = found.means.keys() >= {row.label for row in rows}
+    tied = tuple(row.label for row in others if not known or not found.apart(row.label, best.label))
     if not others:
         said = f"{lead}."
-    elif all(len(row.solved) == 1 for row in rows):
-        said = f"{lead}. With one seed for each encoding there is no telling whether that is luck."
+    elif len(found.seeds) < 2:
+        said = f"{lead}. {ONE_SEED}"
     elif tied:
-        said = f"{lead}, but {_listed(tied)} cannot be told apart from it beyond the spread of the seeds."
+        said = f"{lead}, but {_listed(tied)} cannot be told apart from it: the difference may be chance."
     else:
-        said = f"{lead}, beyond the spread of the seeds against every other."
+        said = f"{lead}, beyond chance against every other."
     return Verdict(said, (), best.label, tied)
 
 
-def _separated(best: Row, other: Row, comparisons: int) -> bool:
-    """Whether `other` is behind beyond doubt: the interval of the paired difference, widened for the number
-    of comparisons because the best one was picked after seeing them, does not reach zero."""
-    apart = paired_difference(other.losses, best.losses, comparisons)
-    return apart is not None and apart.excludes_zero
-
-
-def _headline(rows: list[Row], tied: tuple[str, ...]) -> str:
+def _headline(rows: list[Row], tied: tuple[str, ...], found: Blocks) -> str:
     best, second = rows[0], rows[1]
-    gap = paired_difference(second.losses, best.losses)
     lead = f"{best.label} has the lowest validation loss, {_pm(best.val_loss)}"
-    if gap is None or gap.low is None:
-        return f"{lead}. With one seed for each encoding there is no telling whether that is luck."
+    if found.margin is None:
+        return f"{lead}. {ONE_SEED}"
     if not tied:
+        against = second.label if len(rows) == 2 else "every other"
         return (
-            f"Use {best.label}: its validation loss, {_pm(best.val_loss)}, is the lowest, beyond the spread "
-            f"of the seeds against {'the other' if len(rows) == 2 else 'every other'}."
+            f"Use {best.label}: its validation loss, {_pm(best.val_loss)}, is the lowest, beyond chance "
+            f"against {against}."
         )
-    if second.label not in tied:
-        return f"{lead}; its lead over {second.label}, the next, is beyond the spread of the seeds."
-    if gap.excludes_zero:
-        return (
-            f"{lead}. Against {second.label} alone that is beyond the spread, but the best of {len(rows)} is "
-            "always a little lucky: more seeds would tell."
-        )
-    return f"{lead}, but {_listed(tied)} cannot be told apart from it: the differences are within the spread."
+    seeds = len(found.seeds)
+    return (
+        f"{lead}, but {_listed(tied)} cannot be told apart from it: with {seeds} seeds a difference below "
+        f"{found.margin:.4f} may be chance."
+    )
 
 
-def _details(results: Results, rows: list[Row]) -> list[str]:
-    said = [_gap_sentence(rows), _long_sentence(results, rows), _task_sentence(rows), _cost_sentence(rows)]
-    return [sentence for sentence in [*said, _scale_sentence(results, rows)] if sentence]
+def _details(results: Results, rows: list[Row], found: Blocks) -> list[str]:
+    said = [_gap_sentence(rows, found), _behind_sentence(rows, found), *_missing_sentences(results)]
+    said += [_noisy_sentence(found), _long_sentence(results, rows), _task_sentence(rows)]
+    said += [_cost_sentence(rows), _scale_sentence(results, rows)]
+    return [sentence for sentence in said if sentence]
 
 
-def _gap_sentence(rows: list[Row]) -> str:
+def _gap_sentence(rows: list[Row], found: Blocks) -> str:
     if len(rows) < 2:
         return ""
     best, second = rows[0], rows[1]
-    gap = paired_difference(second.losses, best.losses)
-    if gap is None:
-        return f"{second.label} comes next; it shares no seed with {best.label}, so they cannot be paired."
-    percent = 100 * gap.mean / best.val_loss.mean if best.val_loss and best.val_loss.mean else 0.0
+    gap = found.difference(second.label, best.label)
+    percent = 100 * gap.mean / found.means[best.label] if found.means[best.label] else 0.0
     said = f"{second.label} comes next, {gap.mean:.4f} behind ({percent:.1f}%)"
     if gap.low is None or gap.high is None:
         return f"{said}; one seed gives no interval."
-    return f"{said}; 95% interval of the difference, paired by seed: {gap.low:+.4f} to {gap.high:+.4f}."
+    return (
+        f"{said}; its 95% interval, simultaneous with those of all pairs: {gap.low:+.4f} to {gap.high:+.4f}."
+    )
+
+
+def _behind_sentence(rows: list[Row], found: Blocks) -> str:
+    """Which arms are behind the best, where some are and some are not."""
+    best, others = rows[0].label, [row.label for row in rows[1:]]
+    behind = tuple(label for label in others if found.apart(label, best))
+    return f"Behind it beyond chance: {_listed(behind)}." if 0 < len(behind) < len(others) else ""
+
+
+def _missing_sentences(results: Results) -> list[str]:
+    """Runs that diverged or are not done, by name: they are part of the answer."""
+    out = []
+    for arm in results.arms:
+        total = len(arm.language)
+        diverged = sum(run.diverged for run in arm.language.values())
+        missing = sum(not run.evaluated for run in arm.language.values())
+        if diverged:
+            out.append(f"{arm.label} diverged in {diverged} of {total} runs, so it is not ranked.")
+        if missing:
+            out.append(
+                f"{arm.label} has {missing} of {total} runs not done; arms are compared on shared seeds."
+            )
+    return out
+
+
+def _noisy_sentence(found: Blocks) -> str:
+    if not found.noisy:
+        return ""
+    more = "vary" if len(found.noisy) > 1 else "varies"
+    return f"{_listed(found.noisy)} {more} more between seeds than the others; its interval is too narrow."
 
 
 def _long_sentence(results: Results, rows: list[Row]) -> str:

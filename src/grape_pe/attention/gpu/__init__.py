@@ -1,0 +1,1 @@
+"""Attention kernels for NVIDIA GPUs, in Triton (docs/kernels.md)."""

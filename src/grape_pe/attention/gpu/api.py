@@ -1,0 +1,102 @@
+"""`attend_triton`, and why it cannot do a call. Triton is imported only when a kernel runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from ...bias import Bias, PathBias, SumBias
+from .. import problem, pruning
+from ..masks import Masks
+from ..problem import AttentionProblem
+from ..pruning import Prune
+
+#: compute capabilities (times ten) that the kernels are written for, with the KiB of shared memory of a block
+DEVICES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+#: older versions compile wrong gradients for Hopper
+OLDEST_TRITON = (3, 7, 1)
+LARGEST_HEAD = 256
+MOST_HEADS = 65535
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_not_triton(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
+    """The reason the Triton kernels cannot do this call, or None when they can."""
+    return (
+        problem.why_not(bias)
+        or why_not_device(q.device, q.dtype)
+        or _why_not_shapes(q, v, masks)
+        or _why_not_path(bias, masks)
+    )
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
+
+
+def why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run on a device, or None."""
+    if device.type != "cuda":
+        if not interpreted():
+            return f"it needs CUDA tensors, got {device.type} (TRITON_INTERPRET=1 interprets it on the CPU)"
+        if dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"
+    elif torch.version.hip is not None:
+        return f"it is written for NVIDIA GPUs, and {torch.cuda.get_device_name(device)} is driven by ROCm"
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        if 10 * major + minor not in DEVICES:
+            known = ", ".join(f"{arch // 10}.{arch % 10}" for arch in DEVICES)
+            name = torch.cuda.get_device_name(device)
+            return f"{name} has compute capability {major}.{minor}; the kernels are written for {known}"
+    return _why_not_version()
+
+
+def _why_not_version() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # a build under another name
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit()) < OLDEST_TRITON:
+        return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))} or later, found {version}"
+    return None
+
+
+def _why_not_shapes(q: Tensor, v: Tensor, masks: Masks) -> str | None:
+    if q.dtype not in _DTYPES:
+        return f"it computes in float16, bfloat16 and float32, got {q.dtype}"
+    width = max(q.shape[-1], v.shape[-1])
+    if width > LARGEST_HEAD:
+        return f"it has tiles for heads of at most {LARGEST_HEAD} features, got {width}"
+    if q.shape[0] * q.shape[1] > MOST_HEADS:
+        return f"a grid has room for {MOST_HEADS} heads over the batch, got {q.shape[0] * q.shape[1]}"
+    if masks.sinks and masks.window is not None:
+        return "it has no attention sinks: a window hides every key outside it"
+    if masks.documents is not None and masks.shift < 0:
+        return "documents name keys, so it needs at least as many keys as queries"
+    return None
+
+
+def _why_not_path(bias: Bias, masks: Masks) -> str | None:
+    parts = bias.parts if isinstance(bias, SumBias) else (bias,)
+    for path in (part for part in parts if isinstance(part, PathBias)):
+        if not masks.causal:
+            return "a PathBias sums over the tokens between key and query: its scan is causal"
+        if path.probe_q.shape[-1] > LARGEST_HEAD:
+            return f"it has tiles for probes of at most {LARGEST_HEAD} features, got {path.probe_q.shape[-1]}"
+    return None
+
+
+def attend_triton(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + bias) v and its logsumexp; differentiable in q, k, v and the bias's tensors."""
+    out, lse, work = problem.run(AttentionProblem.build(q, k, v, bias, masks, scale, prune), "triton")
+    pruning.note(work)
+    return out.to(v.dtype), lse

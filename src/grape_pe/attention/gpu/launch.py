@@ -1,0 +1,436 @@
+"""From an `AttentionProblem` to launches: `allocate`, `forward` and `backward` (see problem.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import pruning
+from ..problem import AttentionProblem, as_two_floats
+from . import backward as backward_kernels
+from . import compile as gpu
+from . import decode as decode_kernels
+from . import forward as forward_kernels
+from .compile import Launch, Tile
+from .tile import PATCH as _PATCH
+
+PATCH: int = _PATCH.value
+#: bytes the path backward may spend on row sums at once; more heads follow one another
+CARRY_BYTES = 256 * 2**20
+#: tiles between two looks at whether a walk may stop
+STRIDE = 4
+#: rows (packed query heads x queries) up to which the decode kernel is used
+DECODE_ROWS = 64
+
+#: candidates of tiles, the fastest first where nothing spills; the head size and a path say where to begin
+FORWARD = (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1))
+QUERY = (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1))
+KEY = (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2), Tile(16, 64, 4, 1))
+DECODE = (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 4, 1))
+
+
+def padded(size: int) -> int:
+    """Features are padded to a power of two, at least the 16 a matrix unit takes."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A problem with the arguments that its kernels share."""
+
+    problem: AttentionProblem
+    shared: dict[str, Any]
+    arch: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> Plan:
+        return cls(problem, _shared(problem), gpu.arch_of(problem.q.device))
+
+    @property
+    def prunes(self) -> bool:
+        return prunes(self.problem)
+
+    def candidates(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        p = self.problem
+        width = max(padded(p.q.shape[-1]), padded(p.v.shape[-1])) * (p.q.element_size() // 2)
+        skip = (width >= 128) + (width >= 256) + (p.probe_q is not None)
+        return tiles[min(skip, len(tiles) - 2) :]
+
+    def fitting(self, kernel: Any, grid: Any, tiles: tuple[Tile, ...], more: dict[str, Any]) -> Launch:
+        """A launch with the tile that fits; `grid` is a function of the tile."""
+
+        def make(tile: Tile) -> Launch:
+            sizes = {"BM": tile.queries, "BN": tile.keys, "BORDER": tile.keys}
+            return Launch(kernel, grid(tile), {**self.shared, **sizes, **more}, tile)
+
+        return gpu.fitting(make, self.candidates(tiles), self.arch)
+
+
+def prunes(p: AttentionProblem) -> bool:
+    """Whether the forward may stop a walk early; then the backward walks the same keys."""
+    biased = p.c_q is not None or p.probe_q is not None
+    return biased and p.causal and p.q.shape[2] >= PATCH and pruning.worthwhile(p, PATCH)
+
+
+def exact(p: AttentionProblem) -> bool:
+    """Whether row sums must be better than the output's dtype: only for gradients of the bias."""
+    return p.bias_learns and p.q.dtype != torch.float32
+
+
+# ------------------------------------------------------------------------------------- arguments
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _narrow(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Axes that an expand made are one long again."""
+    for axis in axes:
+        if x.stride(axis) == 0 and x.shape[axis] > 1:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(R, B, H, T) -> (B|1, H|1, R, T), contiguous."""
+    return _narrow(x, (1, 2)).permute(1, 2, 0, 3).contiguous()
+
+
+def _in_two(c: Tensor) -> Tensor:
+    """(R, B, H, T) float64 -> (B|1, H|1, R, 2, T): c as float32, and what that leaves out."""
+    return torch.stack(as_two_floats(_narrow(c, (1, 2)).permute(1, 2, 0, 3)), 3)
+
+
+def _strides(name: str, x: Tensor | None) -> dict[str, int]:
+    """Strides over batch and heads of a (B|1, H|1, …) tensor; zero where it is shared."""
+    if x is None:
+        return {f"{name}_b": 0, f"{name}_h": 0}
+    return {f"{name}_{a}": x.stride(n) if x.shape[n] > 1 else 0 for n, a in enumerate("bh")}
+
+
+def first_of_document(documents: Tensor) -> Tensor:
+    """For each token the first token of its document (B, T) int32: a name for the document, and a bound.
+
+    Ids need not be sorted or contiguous. No T x T comparison and no synchronisation with the host.
+    """
+    order = documents.sort(dim=-1, stable=True)
+    place = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)
+    new = torch.ones_like(documents, dtype=torch.bool)
+    new[:, 1:] = order.values[:, 1:] != order.values[:, :-1]
+    leader = torch.where(new, place, 0).cummax(-1).values
+    return torch.empty_like(order.indices).scatter_(-1, order.indices, order.indices.gather(-1, leader)).int()
+
+
+def end_of_document(names: Tensor) -> Tensor:
+    """For each token one more than the last token of its document, given `first_of_document`."""
+    index = names.long()
+    token = torch.arange(1, names.shape[-1] + 1, device=names.device, dtype=torch.int32).expand_as(names)
+    last = torch.zeros_like(names).scatter_reduce_(-1, index, token, "amax")
+    return last.gather(-1, index)
+
+
+def _shared(p: AttentionProblem) -> dict[str, Any]:
+    """What the kernels are given, but for their outputs. An absent tensor is replaced by q, never read."""
+    q, k, v = _dense(p.q), _dense(p.k), _dense(p.v)
+    rate_q, rate_k = (None if x is None else _by_head(x) for x in (p.rate_q, p.rate_k))
+    c_q, c_k = (None if x is None else _in_two(x) for x in (p.c_q, p.c_k))
+    probes = (None if x is None else x.contiguous() for x in (p.probe_q, p.probe_k))
+    documents = None if p.documents is None else first_of_document(p.documents).contiguous()
+    padding = None if p.key_padding is None else p.key_padding.to(torch.uint8).contiguous()
+    given = {
+        "RATE_Q": rate_q,
+        "RATE_K": rate_k,
+        "C_Q": c_q,
+        "C_K": c_k,
+        "DOCS": documents,
+        "PADDING": padding,
+    }
+    given |= dict(zip(("PROBE_Q", "PROBE_K"), probes, strict=True)) | {"PATH_RATE": p.path_rate}
+    tensors = {name: q if x is None else x for name, x in given.items()}
+    strides = {
+        f"stride_{n}{a}": x.stride(i)
+        for n, x in zip("qkv", (q, k, v), strict=True)
+        for i, a in enumerate("bht")
+    }
+    for name, x in (("rq", rate_q), ("rk", rate_k), ("cq", c_q), ("ck", c_k)):
+        strides |= _strides(name, x)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    precision = ("tf32" if tf32 else "tf32x3") if q.dtype == torch.float32 else "ieee"
+    queries, keys = q.shape[2], k.shape[2]
+    windowed = 0 < p.window < max(queries, keys)
+    probe = 8 if p.probe_q is None else p.probe_q.shape[-1]
+    return {
+        "Q": q, "K": k, "V": v, **tensors, **strides,
+        "H": q.shape[1], "HKV": k.shape[1], "HP": 1 if p.probe_q is None else p.probe_q.shape[1],
+        "TQ": queries, "TK": keys, "window": p.window if windowed else 0, "scale": p.scale,
+        "patches": triton.cdiv(keys, PATCH), "CAUSAL": p.causal, "WINDOW": windowed,
+        "HAS_DOCS": documents is not None, "HAS_PADDING": padding is not None,
+        "PRUNE": prunes(p), "EXACT": exact(p), "R": 0 if c_q is None else c_q.shape[2],
+        "HAS_RATE_Q": rate_q is not None, "HAS_RATE_K": rate_k is not None,
+        "HAS_PATH": p.probe_q is not None, "BOUNDED": p.bounded,
+        "D": q.shape[-1], "BLOCK_D": padded(q.shape[-1]), "DV": v.shape[-1], "BLOCK_DV": padded(v.shape[-1]),
+        "P": probe, "BLOCK_P": padded(probe), "STRIDE": STRIDE, "PRECISION": precision,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- forward
+
+
+def allocate(p: AttentionProblem) -> list[Tensor]:
+    """[what out's dtype leaves out, the first key each PATCH rows reached]; empty if not needed."""
+    rows = p.q.shape[:3]
+    fine = p.q.new_empty((*rows, p.v.shape[-1]) if exact(p) else (0,))
+    patches = -(-rows[2] // PATCH)
+    first = p.q.new_empty((*rows[:2], patches) if prunes(p) else (0,), dtype=torch.int32)
+    return [fine, first]
+
+
+def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    rows, width = p.q.shape[:3], p.v.shape[-1]
+    out = p.q.new_empty((*rows, width))
+    lse = p.q.new_empty(rows, dtype=torch.float32)
+    saved = allocate(p)
+    if p.empty:
+        work = p.q.new_zeros((*rows[:2], 2), dtype=torch.int64)
+        return out.zero_(), lse.fill_(float("-inf")), work, saved
+    plan = Plan.of(p)
+    launch = _decode if _few(p) else _forward
+    return out, lse, launch(plan, out, lse, saved), saved
+
+
+def _forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
+    keys = plan_keys(plan, plan.prunes)
+    gpu.start(keys)
+    bounds = keys.arguments["BOUNDS"]
+    if plan.prunes:
+        bounds.copy_(bounds.cummax(-1).values)
+    step, work = plan_forward(plan, out, lse, saved, keys.arguments["POISON"], bounds)
+    gpu.start(step)
+    return work.sum(2)
+
+
+def plan_keys(plan: Plan, prune: bool) -> Launch:
+    """What is to be known of the keys beforehand: which are not finite, and bounds for pruning."""
+    p, s = plan.problem, plan.shared
+    batch, key_heads, keys = p.k.shape[:3]
+    poison = p.k.new_empty((batch, key_heads, keys), dtype=torch.float32)
+    heads = p.q.shape[1] if prune else key_heads
+    bounds = poison.new_empty((batch, heads, 1 + 4 * s["R"], s["patches"])) if prune else poison
+    more = {"POISON": poison, "BOUNDS": bounds, "PRUNE": prune, "H": heads}
+    more |= {} if prune else {"R": 0, "HAS_RATE_K": False}
+    tile = Tile(PATCH, PATCH, 4, 1)
+    return Launch(forward_kernels.keys_kernel, (s["patches"], batch * heads), {**s, **more}, tile)
+
+
+def plan_forward(
+    plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor], poison: Tensor, bounds: Tensor
+) -> tuple[Launch, Tensor]:
+    """The forward launch, and its counts of tiles (B, H, blocks of rows, 2)."""
+    p = plan.problem
+    batch, heads, rows = p.q.shape[:3]
+    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "POISON": poison, "BOUNDS": bounds}
+    more["TAU"] = pruning.tau(p) if plan.prunes else lse
+    work = lse.new_empty((batch, heads, triton.cdiv(rows, 64), 2), dtype=torch.int32)
+
+    def grid(tile: Tile) -> tuple[int, int]:
+        return triton.cdiv(rows, tile.queries), batch * heads
+
+    step = plan.fitting(forward_kernels.forward_kernel, grid, FORWARD, {**more, "WORK": work})
+    blocks = step.grid[0]
+    return step, work.view(-1)[: batch * heads * blocks * 2].view(batch, heads, blocks, 2)
+
+
+# ------------------------------------------------------------------------------------- few queries
+
+
+def _pack(p: AttentionProblem) -> int:
+    """Query heads that share a program: those of one key head, if they also share their probes."""
+    group = p.q.shape[1] // p.k.shape[1]
+    shares = p.probe_q is None or p.k.shape[1] % p.probe_q.shape[1] == 0
+    return group if shares else 1
+
+
+def _few(p: AttentionProblem) -> bool:
+    return p.q.shape[2] * _pack(p) <= DECODE_ROWS and not prunes(p)
+
+
+def _decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
+    for step in plan_decode(plan, out, lse, saved):
+        gpu.start(step)
+    return out.new_zeros((*out.shape[:2], 2), dtype=torch.int64)
+
+
+def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+    p = plan.problem
+    batch, heads, rows = p.q.shape[:3]
+    pack, keys = _pack(p), p.k.shape[2]
+    block = padded(rows * pack)
+    start = max(0, keys - rows - plan.shared["window"] + 1) if plan.shared["WINDOW"] and p.causal else 0
+    programs = batch * heads // pack
+    parts = max(1, min(_programs_wanted(p.q.device) // programs, triton.cdiv(keys - start, 256)))
+    part_keys = triton.cdiv(triton.cdiv(keys - start, parts), 64) * 64
+    parts = triton.cdiv(keys - start, part_keys)
+    sums = lse.new_empty((batch, heads, rows, parts, p.v.shape[-1]))
+    stats = lse.new_empty((batch, heads, rows, parts, 3))
+    more = {
+        "PARTS": sums,
+        "STATS": stats,
+        "PACK": pack,
+        "key_from": start,
+        "part_keys": part_keys,
+        "BM": block,
+    }
+    yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), DECODE, more)
+    end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
+    constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
+    tile = Tile(1, 1, 1, 1)
+    yield Launch(decode_kernels.combine_kernel, (batch * heads * rows,), {**end, **constants}, tile)
+
+
+def _programs_wanted(device: torch.device) -> int:
+    """Two programs for each multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+# ------------------------------------------------------------------------------------- backward
+
+
+def backward(
+    p: AttentionProblem, wanted: list[str], d_out: Tensor, d_lse: Tensor | None, results: list[Tensor]
+) -> dict[str, Tensor]:
+    if p.empty:
+        return {name: torch.zeros_like(getattr(p, name)) for name in wanted}
+    plan = Plan.of(p)
+    grads = empty_gradients(plan, wanted)
+    for step in plan_backward(plan, wanted, d_out, d_lse, results, grads):
+        gpu.start(step)
+    return _gathered(plan, wanted, d_lse, grads)
+
+
+def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
+    """Outputs of the two kernels, one for every query head; the sums over heads follow."""
+    p, s = plan.problem, plan.shared
+    batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
+    single = heads == p.k.shape[1]
+
+    def room(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return p.q.new_empty((batch, heads, *size), dtype=dtype)
+
+    grads = {
+        "q": room(queries, p.q.shape[-1], dtype=p.q.dtype),
+        "k": room(keys, p.k.shape[-1], dtype=p.k.dtype if single else torch.float32),
+        "v": room(keys, p.v.shape[-1], dtype=p.v.dtype if single else torch.float32),
+    }
+    if s["HAS_PATH"]:
+        grads |= {"probe_q": room(queries, s["P"]), "probe_k": room(keys, s["P"]), "path_rate": room(queries)}
+        grads["probe_k"][:, :, 0] = 0.0  # no key stands before token 0, so its edge is in no sum
+    for name in ("rate_q", "rate_k", "c_q", "c_k"):
+        kind = name[:-2]
+        if {f"{kind}_q", f"{kind}_k"} & set(wanted):
+            grads[name] = room(s["R"], queries if name.endswith("q") else keys)
+    return grads
+
+
+def plan_backward(
+    plan: Plan,
+    wanted: list[str],
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    results: list[Tensor],
+    grads: dict[str, Tensor],
+) -> Iterator[Launch]:
+    p, s = plan.problem, plan.shared
+    out, lse, _, fine, first = results
+    batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
+    d_out = _dense(d_out)
+    delta = torch.empty_like(lse)
+    shared = {f"stride_o{a}": d_out.stride(n) for n, a in enumerate("bht")} | {"D_OUT": d_out, "DELTA": delta}
+    ends = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
+    flags = {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
+    grid = (triton.cdiv(queries, PATCH), batch * heads)
+    tile = Tile(PATCH, PATCH, 4, 1)
+    yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **ends, **flags}, tile)
+
+    keys_step = plan_keys(plan, False)
+    yield keys_step
+    shared |= {"POISON": keys_step.arguments["POISON"]}
+    shared |= {"LSE": lse, "FIRST": first, "NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads}
+    shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse) | {"heads_from": 0, "borders": 0}
+    names = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    none = {
+        name: grads.get(name, lse)
+        for name in ("rate_q", "rate_k", "c_q", "c_k", "probe_q", "probe_k", "path_rate")
+    }
+    key_side = {"DK": grads["k"], "D_V": grads["v"], "D_RATE": none["rate_k"], "D_C": none["c_k"]}
+    key_side |= {"D_PROBE": none["probe_k"], "DOC_ENDS": names}
+    query_side = {"DQ": grads["q"], "D_RATE": none["rate_q"], "D_C": none["c_q"]}
+    query_side |= {"D_PROBE": none["probe_q"], "D_PATH_RATE": none["path_rate"]}
+    # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
+    key = plan.fitting(
+        backward_kernels.key_kernel,
+        lambda tile: (triton.cdiv(keys, tile.keys), 1),
+        KEY,
+        {**shared, **key_side},
+    )
+    border = key.tile.keys
+    at_borders = {"BORDER": border} if s["HAS_PATH"] else {}
+    query = plan.fitting(
+        backward_kernels.query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), QUERY,
+        {**shared, **query_side, **at_borders},
+    )  # fmt: skip
+    borders = triton.cdiv(keys, border)
+    at_once = batch * heads
+    if s["HAS_PATH"]:
+        at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
+        sums = {
+            "CARRY": lse.new_empty(at_once * borders * queries),
+            "TOTAL": lse.new_empty(at_once * queries),
+        }
+        sums["RIGHT"] = torch.empty_like(sums["CARRY"])
+    else:
+        sums = {}
+    for start in range(0, batch * heads, at_once):
+        count = min(at_once, batch * heads - start)
+        for step in (query, key):
+            arguments = {**step.arguments, **sums, "heads_from": start, "borders": borders}
+            yield Launch(step.kernel, (step.grid[0], count), arguments, step.tile)
+
+
+def _gathered(
+    plan: Plan, wanted: list[str], d_lse: Tensor | None, grads: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradients in the shapes and dtypes of the fields; heads that share a tensor are summed in order."""
+    p = plan.problem
+    found: dict[str, Tensor] = {}
+    for name in wanted:
+        like, grad = getattr(p, name), grads.get(name)
+        if name in ("k", "v", "probe_q", "probe_k"):
+            assert grad is not None
+            if like.shape[1] != grad.shape[1]:
+                grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+            found[name] = grad.to(like.dtype)
+        elif name == "path_rate":
+            assert grad is not None
+            found[name] = grad.sum((0, 2))
+        elif name == "q":
+            assert grad is not None
+            found[name] = grad
+        else:
+            assert grad is not None
+            found[name] = grad.permute(2, 0, 1, 3)
+            if name == "c_q":
+                found[name] = _shifted(p, found[name], d_lse)
+            found[name] = found[name].to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+    return found
+
+
+def _shifted(p: AttentionProblem, grad: Tensor, d_lse: Tensor | None) -> Tensor:
+    """d c_q: a row of dS sums to d lse, which is what the rate of the query multiplies."""
+    grad = torch.zeros_like(grad) if p.rate_k is None else grad
+    return grad if d_lse is None or p.rate_q is None else grad - p.rate_q * d_lse

@@ -1,0 +1,474 @@
+"""One cache for every encoding, exact however the sequence is cut.
+
+    cache = grape.StreamingCache(enc)
+    y = cache.attend(q, k, v, x=x)          # any number of new tokens, at the positions that follow
+
+Kept for each token: its encoded key, its value, the key-side tensors of its bias and, for the last
+`rollback` tokens, the running state after it. Nothing is recomputed for an old token.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
+from ..encodings.base import Encoded, Encoding
+from .layout import Layout, Tail, arrange
+from .seen import Seen, check_packing, encode, move_to_end
+from .sequences import Sequences
+from .table import OPTIONAL, Table
+
+FORMAT = "grape-pe cache 2"
+#: keys from which on a bound of their norms is kept; attention over fewer does not use it
+BOUND_FROM = 2048
+
+
+class StreamingCache:
+    """Keys, values, bias tensors and running state of one attention layer.
+
+    Args:
+        encoding: the layer's encoding.
+        window: a token sees fewer than `window` tokens back; older keys are dropped.
+        sinks: the first tokens, which stay visible when a window is set. Refused where the bias sums over
+            the tokens in between, because those are dropped.
+        capacity: preallocate storage for this many tokens; by default it grows.
+        rollback: how many tokens can be taken back by `crop` (state and dropped keys are kept that long).
+        shift: the layer's `KVShift`, if it has one; every call then needs x.
+        key_norm: applied to the keys after the shift and before the encoding.
+
+    Gradients pass through the tokens of a call and stop at what was cached before it.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        *,
+        window: int | None = None,
+        sinks: int = 0,
+        capacity: int | None = None,
+        rollback: int = 128,
+        shift: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+    ) -> None:
+        for name, value in (("window", window), ("capacity", capacity)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 token, got {value}")
+        if sinks < 0 or rollback < 0:
+            raise ValueError(f"sinks and rollback must be >= 0, got {sinks} and {rollback}")
+        if sinks and window is None:
+            raise ValueError("sinks are the tokens that outlive a window; set window=… as well")
+        self.encoding, self.shift, self.key_norm = encoding, shift, key_norm
+        self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
+        self.reset()
+
+    def reset(self) -> Self:
+        """Remove all tokens and release the storage."""
+        keep = None if self.window is None else self.window + self.rollback
+        self.tokens = Table(self.capacity, keep, self.sinks)  # read by all later queries
+        self.states = Table(None, self.rollback + self.encoding.lookback)  # read by the next token only
+        self.carried: Any = None  # the encoding's state, with the names of columns in place of tensors
+        self.sequences = Sequences()
+        self.bound: Tensor | None = None  # (B, Hkv), no shorter than any key but the last `unbounded`
+        self.unbounded = 0
+        return self
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence, dropped ones included."""
+        return max(self.sequences.lengths, default=0)
+
+    @property
+    def next_position(self) -> Tensor | None:
+        """(B,): the position of the next token of each sequence; None if empty or with coords > 1."""
+        known = self.sequences
+        return torch.tensor(known.next) if known.lengths and known.next is not None else None
+
+    # Writing ------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        x: Tensor | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Append new tokens and attend from them: (B, H, T, Dv).
+
+        Args:
+            x: (B, T, C), the block's input, for encodings and shifts that read it.
+            positions: those that follow, unless given; they must increase.
+            padding: (B, T) bool, True where a sequence has no token, anywhere; such rows give zeros.
+            documents: (T,) or (B, T) ids of packed sequences, each used for one document. A document begins
+                where the id changes (0 before the first call); it sees only itself, from position 0 on.
+            options: of `grape.attend`.
+        """
+        layout = self._layout(q, positions, padding, documents)
+        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
+        seen = self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+        return layout.unpack(seen.attend(**options), 2)
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **where: Tensor) -> Self:
+        """Append new tokens only; `where` as for `attend`: positions, padding, documents."""
+        layout = self._layout(q, **where)
+        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
+        self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+        return self
+
+    def _layout(
+        self,
+        q: Tensor,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Layout:
+        given = {"positions": positions, "padding": padding, "documents": documents}
+        where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
+        layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
+        check_packing(self.encoding, layout)
+        return layout
+
+    def tail(self) -> Tail | None:
+        """Where the next call goes on; None for an empty cache."""
+        known = self.sequences
+        if not known.lengths or known.next is None:
+            return None
+        document = self.tokens.storage.get("document")
+        last = None if document is None else document[:, 0, self.tokens.length - 1]
+        return Tail(known.next, known.lengths, last)
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: Layout) -> Seen:
+        """Append the tokens of a call, packed by `layout`; returns all that they see.
+
+        Models call this, with one layout for all layers. Nothing changes if it raises.
+        """
+        before = self._state(self.carried), self._shift_state()
+        code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, self.key_norm, *before)
+        count, counts, fresh = q.shape[2], layout.counts, not self.sequences.lengths
+        if not count or (counts is not None and not any(counts)):
+            self.sequences.append_columns(layout, count)
+            return Seen(code.q, code.k, v, code.bias, {})
+        columns, states, carried = self._columns(code, v, shifted, layout)
+        self._check_sinks(code.bias, counts)
+        self.tokens.check(columns)
+        self.states.check(states)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in columns.values())
+        if learns and counts is not None and not fresh:
+            raise ValueError("a padded call that continues a cache has no gradients; use torch.no_grad()")
+        self._write(columns, states, count, counts)
+        self.sequences.append(layout, q.shape[0], count)
+        self.carried = carried
+        if fresh:
+            return Seen(code.q, code.k, v, code.bias, self._masks(count, layout.documents))
+        return self._seen(code, columns if learns else {}, counts)
+
+    def _columns(
+        self, code: Encoded, v: Tensor, shifted: tuple[Tensor, Tensor] | None, layout: Layout
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """What the two tables keep. A state that is also a bias tensor is kept once, as the latter."""
+        batch, count = v.shape[0], v.shape[2]
+        traces = code.bias.traces()
+        columns = {"k": code.k, "v": v}
+        for name, trace in traces.items():
+            columns[f"bias.{name}"] = trace if len(trace) == batch else trace.expand(batch, *trace.shape[1:])
+        if layout.documents is not None:
+            columns["document"] = layout.documents.expand(batch, count).unsqueeze(1)
+        states = {} if shifted is None else {"shift.k": shifted[0], "shift.v": shifted[1]}
+
+        def named(state: Any) -> Any:
+            if not isinstance(state, Tensor):
+                return None if state is None else tuple(named(part) for part in state)
+            for name, trace in traces.items():
+                if trace is state:
+                    return f"bias.{name}"
+            states[f"state.{len(states)}"] = state[:, :, state.shape[2] - count :]
+            return f"state.{len(states) - 1}"
+
+        return columns, states, named(code.state)
+
+    def _check_sinks(self, bias: Bias, counts: Sequence[int] | None) -> None:
+        if self.sinks and _sums_in_between(bias):
+            raise ValueError(
+                f"{self.encoding!r} sums its bias over the tokens between query and key; with sinks those "
+                "would be gone. Use a window without sinks"
+            )
+        if self.sinks and counts is not None and min(self.sequences.lengths or counts) <= self.sinks:
+            raise ValueError(
+                f"padding needs more than sinks={self.sinks} tokens of every sequence, because the first "
+                "ones are kept in the same place: prefill them without padding"
+            )
+
+    def _write(
+        self,
+        columns: dict[str, Tensor],
+        states: dict[str, Tensor],
+        count: int,
+        counts: Sequence[int] | None,
+    ) -> None:
+        pads = None if counts is None else [count - n for n in counts]
+        if "document" in columns and self.tokens.storage and "document" not in self.tokens.storage:
+            self.tokens.add_column("document", columns["document"])
+        self.tokens.append(columns, count)
+        self.unbounded += count
+        if pads is not None:
+            self.tokens.cut(pads)
+            self.bound = None
+        kept = self.rollback + self.encoding.lookback
+        if pads is None and count > kept:  # nothing older can be reached any more
+            self.states.clear()
+            states, count = {name: t[:, :, -kept:] for name, t in states.items()}, kept
+        if states:
+            self.states.append(states, count)
+        if states and pads is not None:
+            self.states.cut(pads, trim=True)
+
+    def _state(self, carried: Any) -> Any:
+        if isinstance(carried, tuple):
+            return tuple(self._state(part) for part in carried)
+        if carried is None:
+            return None
+        table = self.tokens if carried in self.tokens.storage else self.states
+        return table.newest(carried, self.encoding.lookback)
+
+    def _shift_state(self) -> tuple[Tensor, Tensor] | None:
+        if self.shift is None or not self.sequences.lengths:
+            return None
+        return self.states.newest("shift.k", 1), self.states.newest("shift.v", 1)
+
+    # Reading ------------------------------------------------------------------------------------
+
+    def _seen(self, code: Encoded, new: Mapping[str, Tensor], counts: Sequence[int] | None) -> Seen:
+        q, bias, rows = code.q, code.bias, None
+        if counts is not None and q.shape[2] > 1:
+            q, bias, rows = move_to_end(code, counts)
+        count = q.shape[2]
+        last = None if self.window is None else self.window + count - 1
+        held = {name: self.tokens.view(name, last) for name in self.tokens.storage}
+        for name, tensor in new.items():
+            old = held[name].narrow(2, 0, held[name].shape[2] - count)
+            held[name] = torch.cat([old, tensor], 2)
+        document, k, v = held.pop("document", None), held.pop("k"), held.pop("v")
+        held.pop("hidden", None)
+        masks = self._masks(count, None if document is None else document[:, 0], self.tokens.hidden(last))
+        if held:
+            bias = bias.replaced({name.removeprefix("bias."): tensor for name, tensor in held.items()})
+        if self.tokens.length >= BOUND_FROM and not isinstance(bias, NoBias):
+            masks["key_bound"] = self._key_bound()
+        return Seen(q, k, v, bias, masks, rows)
+
+    def _masks(self, count: int, documents: Tensor | None, hidden: Tensor | None = None) -> dict[str, Any]:
+        masks: dict[str, Any] = {}
+        if self.window is not None and count > 1:  # for one query, what is read is the window
+            masks |= {"window": self.window, "sinks": self.sinks}
+        if documents is not None:
+            masks["documents"] = documents
+        if hidden is not None:
+            masks["key_padding"] = hidden
+        return masks
+
+    def _key_bound(self) -> Tensor:
+        """(B, Hkv): no key is longer. Only keys that came since the last time are read."""
+        if self.bound is None:
+            self.bound = norm_bound(self.tokens.view("k"))
+        elif self.unbounded:
+            self.bound = torch.maximum(self.bound, norm_bound(self.tokens.newest("k", self.unbounded)))
+        self.unbounded = 0
+        return self.bound
+
+    # Cutting and moving ---------------------------------------------------------------------------
+
+    def crop(self, tokens: int | Sequence[int] | Tensor) -> Self:
+        """Take back the last `tokens` tokens (one number, or one for each sequence), as if never appended."""
+        given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        each = given if isinstance(given, Sequence) else [given] * max(1, len(self.sequences.lengths))
+        return self._crop([int(n) for n in each])
+
+    def crop_columns(self, columns: int) -> Self:
+        """Take back the last `columns` columns of the attention mask: tokens, and padding between them."""
+        first, padded = self.sequences.columns - columns, self.sequences.padded
+        self._crop(self.sequences.tokens_of(columns))
+        self.sequences.columns = first
+        self.sequences.padded = [[column for column in row if column < first] for row in padded]
+        return self
+
+    def _crop(self, counts: list[int]) -> Self:
+        self._check_crop(counts)
+        if counts == (self.sequences.lengths or counts):
+            return self.reset()
+        self.tokens.cut(counts)
+        self.states.cut([min(c, self.states.length) for c in counts])
+        self.sequences.crop(counts)
+        self.unbounded = max(0, self.unbounded - min(counts))
+        if len(set(counts)) > 1:
+            self.bound = None
+        return self
+
+    def _check_crop(self, counts: Sequence[int]) -> None:
+        lengths = self.sequences.lengths or [0] * len(counts)
+        if len(counts) != len(lengths):
+            raise ValueError(
+                f"crop takes one number, or one for each of {len(lengths)} sequences, got {counts}"
+            )
+        uneven = list(counts) != lengths and (len(set(counts)) > 1 or bool(self.tokens.lead))
+        for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            if not 0 <= count <= length:
+                raise ValueError(f"cannot take back {count} tokens: the cache has {length}")
+            if uneven and self.sinks and length - count <= self.sinks:
+                raise ValueError(
+                    f"sequences of different lengths must keep more than their first sinks={self.sinks} "
+                    f"tokens: cannot take back {count} of {length}"
+                )
+            if 0 < count < length and not self._reachable(b, count, length - count):
+                raise ValueError(
+                    f"cannot take back {count} tokens: what came before them is no longer kept; "
+                    f"build the cache with rollback={count} or more"
+                )
+
+    def _reachable(self, b: int, count: int, left: int) -> bool:
+        """Whether the keys and the state before the last `count` tokens of sequence b are still here."""
+        held = self.tokens.held(b)
+        if held < count + left and held - count < self.sinks + min((self.window or 1) - 1, left - self.sinks):
+            return False
+        return not self.states.storage or self.states.held(b) - count >= min(self.encoding.lookback, left)
+
+    def select(self, index: Tensor) -> Self:
+        """Keep the sequences `index` of the batch, in that order: beam search, finished requests."""
+        if not self.sequences.batch:
+            return self
+        rows = index.tolist()
+        self.tokens.select(index, rows)
+        self.states.select(index, rows)
+        self.sequences.select(rows)
+        if not self.length:  # only sequences without tokens are left
+            columns, padded = self.sequences.columns, self.sequences.padded
+            self.reset().sequences = Sequences(columns=columns, padded=padded)
+        self.bound = None if self.bound is None else self.bound.index_select(0, index.to(self.bound.device))
+        return self
+
+    reorder = select
+
+    def repeat(self, times: int) -> Self:
+        """Every sequence `times` times, side by side."""
+        return self.select(torch.arange(self.sequences.batch).repeat_interleave(times))
+
+    def fork(self) -> Self:
+        """An independent copy: what is written to one is not seen by the other."""
+        twin = copy.copy(self)
+        twin.tokens, twin.states = self.tokens.copy(), self.states.copy()
+        twin.sequences = self.sequences.copy()
+        return twin
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move everything; `dtype` is for keys and values only, sums and positions keep their precision."""
+        cast = ("k", "v", "shift.k", "shift.v")
+        for table in (self.tokens, self.states):
+            table.map(lambda name, t: t.to(device, dtype if name in cast else None))
+        self.bound = None
+        return self
+
+    def rebase(self, offset: float) -> Self:
+        """Move all positions down by `offset`, keys and bias with them, where the relative law allows it."""
+        if self.encoding.coords > 1:
+            raise ValueError("positions of several coordinates cannot be rebased; keep them as they are")
+        offset = float(offset)
+        if not math.isfinite(offset):
+            raise ValueError(f"rebase takes a finite offset, got {offset}")
+        if not self.sequences.lengths:
+            return self
+        held = self.tokens.stored()
+        traces = {n.removeprefix("bias."): t for n, t in held.items() if n.startswith("bias.")}
+        moved = self._blank().bias.replaced(traces).rebased(offset).traces()
+        keys = self.encoding.rebase_keys(held["k"], offset)
+        for name, tensor in {"k": keys, **{f"bias.{n}": t for n, t in moved.items()}}.items():
+            held[name].copy_(tensor.detach())
+        self.sequences.move(int(offset) if offset.is_integer() else offset)
+        self.bound = None
+        return self
+
+    # Size, saving ---------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one more token of one sequence costs, in all heads of this layer."""
+        return sum(t[:1, :, :1].nbytes for name, t in self.tokens.storage.items() if name not in OPTIONAL)
+
+    @property
+    def nbytes(self) -> int:
+        """What is stored now, in bytes."""
+        return sum(t.nbytes for table in (self.tokens, self.states) for t in table.stored().values())
+
+    def _settings(self) -> dict[str, Any]:
+        settings = {"window": self.window, "sinks": self.sinks, "rollback": self.rollback}
+        return {
+            "format": FORMAT,
+            "encoding": repr(self.encoding),
+            **settings,
+            "shift": self.shift is not None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on later: copies of all tensors, and plain values."""
+        saved = {**self._settings(), **self.sequences.saved()}
+        for name, table in (("tokens", self.tokens), ("states", self.states)):
+            saved |= {f"{name}.{n}": t.clone() for n, t in table.stored().items()}
+            saved[f"lead.{name}"] = list(table.lead)
+        return saved
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> Self:
+        """Continue from `state_dict()`, in a cache built with the same encoding and settings."""
+        if saved.get("format") != FORMAT:
+            raise ValueError(f"not a saved cache: expected format {FORMAT!r}, got {saved.get('format')!r}")
+        for name, ours in self._settings().items():
+            if saved.get(name) != ours:
+                raise ValueError(f"saved with {name}={saved.get(name)}, this cache is for {name}={ours}")
+        twin = copy.copy(self).reset()
+        twin.sequences = Sequences(**{name: copy.deepcopy(saved[name]) for name in twin.sequences.saved()})
+        for name, table in (("tokens", twin.tokens), ("states", twin.states)):
+            found = {n.removeprefix(f"{name}."): t for n, t in saved.items() if n.startswith(f"{name}.")}
+            table.load(found, saved[f"lead.{name}"])
+        if twin.sequences.lengths:
+            twin._find_state()
+        self.__dict__.update(twin.__dict__)
+        return self
+
+    def _find_state(self) -> None:
+        """Where the state is kept; an error if another encoding filled the tables."""
+        code = self._blank()
+        shifted = None if self.shift is None else (code.k, code.k)
+        columns, states, self.carried = self._columns(code, code.k, shifted, Layout())
+        for table, names in ((self.tokens, columns), (self.states, states)):
+            if names.keys() != table.storage.keys() - OPTIONAL:
+                raise ValueError(f"the saved cache has {sorted(table.storage)}, expected {sorted(names)}")
+
+    def _blank(self) -> Encoded:
+        """What the encoding returns for one zero token: the structure of its bias and state."""
+        k, v = (torch.zeros_like(self.tokens.newest(name, 1)) for name in ("k", "v"))
+        shape, coords = self.encoding.shape, self.encoding.coords
+        q = k.new_zeros(k.shape[0], shape.heads, 1, shape.head_dim)
+        x = None if shape.width is None else k.new_zeros(k.shape[0], 1, shape.width)
+        positions = torch.zeros((1,) if coords == 1 else (1, coords), dtype=torch.long, device=k.device)
+        return self.encoding(q, k, x=x, v=v, positions=positions)  # type: ignore[no-any-return]
+
+
+def norm_bound(k: Tensor) -> Tensor:
+    """(B, Hkv): an upper bound of |k| over the tokens, whatever k's dtype and the rounding of the sum."""
+    working = torch.promote_types(k.dtype, torch.float32)
+    info = torch.finfo(working)
+    norm = torch.linalg.vector_norm(k, dim=-1, dtype=working).amax(-1)
+    return norm.mul_(1 + (k.shape[-1] + 4) * info.eps).add_(math.sqrt(k.shape[-1] * info.tiny))
+
+
+def _sums_in_between(bias: Bias) -> bool:
+    if isinstance(bias, SumBias):
+        return any(_sums_in_between(part) for part in bias.parts)
+    return isinstance(bias, (PathBias, TileBias))

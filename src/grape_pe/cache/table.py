@@ -1,0 +1,218 @@
+"""The table of cached tokens: named columns (B, n, S, …) that grow together along the token axis.
+
+Sequences of different lengths are aligned at their last token. The slots before a shorter sequence are
+empty: zero in every column, and True in the column `HIDDEN`, which exists only while there are such slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+HIDDEN = "hidden"
+#: columns that exist only when they are needed
+OPTIONAL = {HIDDEN, "document"}
+
+
+class Table:
+    """Named tensors along one token axis (the third), written at the end, read as views.
+
+    `capacity` allocates storage once (a static cache); otherwise it doubles when full, so that a write
+    costs O(1) per token on average. `keep_last` bounds what is stored: older tokens are dropped, except the
+    first `keep_first`. Dropping moves data only when the storage is full.
+    """
+
+    def __init__(self, capacity: int | None = None, keep_last: int | None = None, keep_first: int = 0):
+        self.capacity, self.keep_last, self.keep_first = capacity, keep_last, keep_first
+        self.storage: dict[str, Tensor] = {}
+        self.length = 0  # slots in use
+        self.lead: list[int] = []  # empty slots of each sequence, after the first `keep_first`; [] for none
+
+    # Writing ------------------------------------------------------------------------------------
+
+    def check(self, new: Mapping[str, Tensor]) -> None:
+        """Raise a ValueError if `new` cannot be appended; called before anything is written."""
+        if self.storage:
+            for name in (self.storage.keys() ^ new.keys()) - OPTIONAL:
+                raise ValueError(
+                    f"only one of cache and new tokens has {name!r}: use a cache of the same layer"
+                )
+        tokens = 0
+        for name, tensor in new.items():
+            held = self.storage.get(name, tensor)
+            want, got = (*held.shape[:2], *held.shape[3:]), (*tensor.shape[:2], *tensor.shape[3:])
+            if got != want or tensor.dtype != held.dtype or tensor.device != held.device:
+                raise ValueError(
+                    f"{name!r} is cached as {held.dtype} {want} per token on {held.device}, got "
+                    f"{tensor.dtype} {got} on {tensor.device}; "
+                    "use a new cache for another model, dtype or batch"
+                )
+            tokens = tensor.shape[2]
+        if self.capacity is not None and self.keep_last is None and self.length + tokens > self.capacity:
+            raise ValueError(
+                f"the static cache holds {self.length} of {self.capacity} tokens and cannot take {tokens} "
+                "more; build it with a larger capacity, or with a window"
+            )
+
+    def append(self, new: Mapping[str, Tensor], tokens: int) -> None:
+        """Write `tokens` new tokens. Values are copied without gradients."""
+        if not self.storage:
+            size = max(64, tokens) if self.capacity is None else max(self.capacity, tokens)
+            self.storage = {name: _allocate(tensor, size) for name, tensor in new.items()}
+        self._make_room(tokens)
+        start, self.length = self.length, self.length + tokens
+        for name, tensor in new.items():
+            self.storage[name].narrow(2, start, tokens).copy_(tensor.detach())
+
+    def clear(self) -> None:
+        """Forget all tokens, keeping the storage."""
+        self.length = 0
+        self._set_lead([])
+
+    def add_column(self, name: str, like: Tensor) -> None:
+        """A new column, zero for the tokens already here."""
+        self.storage[name] = _allocate(like, self.size).zero_()
+
+    def load(self, columns: Mapping[str, Tensor], lead: Sequence[int]) -> None:
+        """Fill an empty table with what `stored` returned."""
+        if columns:
+            self.append(columns, next(iter(columns.values())).shape[2])
+        self.lead = list(lead)
+        if self.lead:
+            self.storage[HIDDEN][:, :, self.length :] = False
+
+    @property
+    def size(self) -> int:
+        """Slots allocated."""
+        return next(iter(self.storage.values())).shape[2] if self.storage else 0
+
+    def _make_room(self, tokens: int) -> None:
+        size, first = self.size, self.keep_first
+        if self.length + tokens <= size:
+            return
+        kept = self.length if self.keep_last is None else min(self.length, first + self.keep_last)
+        larger = size
+        while kept + tokens > larger or (self.keep_last is not None and larger < 2 * kept):
+            larger *= 2
+        first = min(first, kept)
+        for name, old in self.storage.items():
+            fresh = old if larger == size and 2 * kept <= self.length else _allocate(old, larger)
+            fresh[:, :, :first] = old[:, :, :first]
+            fresh[:, :, first:kept] = old[:, :, self.length - (kept - first) : self.length]
+            if name == HIDDEN:
+                fresh[:, :, kept:] = False
+            self.storage[name] = fresh
+        self._set_lead([max(0, lead - (self.length - kept)) for lead in self.lead])
+        self.length = kept
+
+    def _set_lead(self, lead: list[int]) -> None:
+        self.lead = lead if any(lead) else []
+        if not self.lead:
+            self.storage.pop(HIDDEN, None)
+
+    # Removing -----------------------------------------------------------------------------------
+
+    def cut(self, counts: Sequence[int], trim: bool = False) -> None:
+        """Remove the last counts[b] tokens of each sequence b and align what is left at the end.
+
+        With `trim`, also drop what is older than `keep_last`.
+        """
+        if not self.storage:
+            return
+        least, first = min(counts), self.keep_first
+        away = [count - least for count in counts]
+        self.length -= least
+        room, held = max(0, self.length - first), self.lead or [0] * len(away)
+        lead = [min(room, a + b) for a, b in zip(away, held, strict=True)]
+        start = min(lead)
+        if trim and self.keep_last is not None:
+            start = max(start, room - self.keep_last)
+        if start or any(away):
+            self._move(start, away, [max(0, slots - start) for slots in lead])
+
+    def _move(self, start: int, away: list[int], lead: list[int]) -> None:
+        """Drop `start` slots after the first ones, shift each sequence by `away`, empty its `lead` slots."""
+        first, kept = self.keep_first, self.length - start
+        device = next(iter(self.storage.values())).device
+        slot = torch.arange(first, kept, device=device)
+        shift, empty = torch.tensor([away, lead], device=device).unsqueeze(-1)
+        source, hidden = (slot + start - shift).clamp(min=0), slot < first + empty
+        self.storage.pop(HIDDEN, None)
+        for name, old in self.storage.items():
+            moved = take(old, source, 2).masked_fill(_fit(hidden, old, 2), 0)
+            size = max(64, kept) if self.capacity is None else old.shape[2]
+            fresh = old if size == old.shape[2] else _allocate(old, size)
+            fresh[:, :, :first] = old[:, :, :first]
+            fresh[:, :, first:kept] = moved
+            self.storage[name] = fresh
+        self.length = kept
+        if any(lead):
+            column = torch.zeros(len(lead), 1, self.size, dtype=torch.bool, device=device)
+            column[:, 0, first:kept] = hidden
+            self.storage[HIDDEN] = column
+        self._set_lead(lead)
+
+    # Reading ------------------------------------------------------------------------------------
+
+    def newest(self, name: str, count: int) -> Tensor:
+        """The last `count` tokens of a column, or all if there are fewer."""
+        count = min(count, self.length)
+        return self.storage[name].narrow(2, self.length - count, count)
+
+    def held(self, b: int) -> int:
+        """Tokens of sequence b that are stored."""
+        return self.length - (self.lead[b] if self.lead else 0)
+
+    def view(self, name: str, last: int | None = None) -> Tensor:
+        """The first `keep_first` and the `last` tokens of a column, in order; all of them by default."""
+        start = 0 if last is None else max(0, self.length - last)
+        if start <= self.keep_first:
+            return self.storage[name].narrow(2, 0, self.length)
+        recent = self.storage[name].narrow(2, start, self.length - start)
+        return (
+            torch.cat([self.storage[name][:, :, : self.keep_first], recent], 2) if self.keep_first else recent
+        )
+
+    def hidden(self, last: int | None = None) -> Tensor | None:
+        """(B, slots), True where a slot of `view(…, last)` is empty; None where none is."""
+        if not self.lead or (last is not None and self.keep_first + max(self.lead) <= self.length - last):
+            return None
+        return self.view(HIDDEN, last)[:, 0]
+
+    def stored(self) -> dict[str, Tensor]:
+        return {name: tensor[:, :, : self.length] for name, tensor in self.storage.items()}
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        self.storage = {name: change(name, tensor) for name, tensor in self.storage.items()}
+
+    def select(self, index: Tensor, rows: list[int]) -> None:
+        self.map(lambda _, tensor: tensor.index_select(0, index.to(tensor.device)))
+        if self.lead:
+            self._set_lead([self.lead[row] for row in rows])
+            self.cut([0] * len(rows))
+
+    def copy(self) -> Table:
+        twin = Table(self.capacity, self.keep_last, self.keep_first)
+        twin.storage = {name: tensor.clone() for name, tensor in self.storage.items()}
+        twin.length, twin.lead = self.length, list(self.lead)
+        return twin
+
+
+def take(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
+    """tensor[b, …, index[b, i], …] along `dim`, with index (B, n); a batch of 1 is expanded."""
+    return torch.take_along_dim(tensor, _fit(index, tensor, dim), dim)
+
+
+def _fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
+    """(B, n) as (B, 1, …, n, …, 1), the n at `dim`."""
+    shape = [1] * like.dim()
+    shape[0], shape[dim] = index.shape
+    return index.view(shape)
+
+
+def _allocate(like: Tensor, tokens: int) -> Tensor:
+    """Storage for `tokens` tokens: an ordinary tensor also under inference mode, so that all modes write."""
+    with torch.inference_mode(False):
+        return torch.empty(*like.shape[:2], tokens, *like.shape[3:], dtype=like.dtype, device=like.device)

@@ -1,0 +1,93 @@
+"""`grape doctor`: does everything work on this machine? Needs nothing but torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import CHECK_FAILED, OK, CommandError
+from ..parsers import Commands, add_command, add_json
+
+ABOUT = """Check this machine: versions and conflicts, compiler and CPU kernel, GPUs, and every implementation
+of attention against float64, with its time and memory as ratios to torch's own attention.
+
+Exit code 0: all is well; 1: something that should work does not."""
+
+
+def add_parsers(commands: Commands) -> None:
+    parser = add_command(
+        commands, "doctor", run_doctor, "check that everything works on this machine",
+        "grape doctor --out doctor.json", ABOUT,
+    )  # fmt: skip
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument("--quick", action="store_true", help="no times; verdicts on Triton kernels as stored")
+    level.add_argument("--full", action="store_true", help="more dtypes, masks and longer sequences")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON file without paths or names")
+    add_json(parser)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from .text import lines
+
+    level = "quick" if options.quick else "full" if options.full else "normal"
+    report = examine(level)
+    text = json.dumps(report, indent=1)
+    if options.out is not None:
+        _write(options.out, text)
+    print(text if options.json else "\n".join(lines(report)))
+    if options.out is not None:
+        print(f"Written to {options.out}: no paths, user or host names in it.", file=sys.stderr)
+    return OK if report["ok"] else CHECK_FAILED
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise CommandError(f"--out {path} cannot be written: {problem.strerror}") from None
+
+
+def examine(level: str) -> dict[str, Any]:
+    """Everything the doctor finds, as JSON."""
+    from . import checks, machine
+
+    report: dict[str, Any] = {
+        "level": level,
+        "versions": machine.versions(),
+        "settings": machine.settings(),
+        "conflicts": machine.conflicts(),
+        "compiler": machine.compiler(),
+        "cpu": machine.cpu(),
+        "cpu_kernel": machine.cpu_kernel(),
+        "cache": machine.cache(),
+        "gpus": machine.gpus(),
+        "why_no_gpu": machine.why_no_gpu(),
+    }
+    report["checks"] = [
+        asdict(row)
+        for device in checks.devices()
+        for row in checks.rows(device, checks.plan(device, level), _progress)
+    ]
+    report["problems"] = _problems(report)
+    report["ok"] = not report["problems"]
+    return report
+
+
+def _problems(report: dict[str, Any]) -> list[str]:
+    found = list(report["conflicts"])
+    if report["cpu_kernel"]["failed"]:
+        found.append(f"the CPU kernel could not be built: {report['cpu_kernel']['reason']}")
+    for row in report["checks"]:
+        if row["status"] == "failed":
+            what = f"{row['impl']} on {row['device']}, {row['dtype']}, bias {row['bias']}"
+            found.append(f"{what}, {'+'.join(row['masks'])}: {row['reason']}")
+    return found
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

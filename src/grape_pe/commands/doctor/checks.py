@@ -1,0 +1,265 @@
+"""Every implementation of attention on every device: checked against float64, timed against torch's own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...attention import attend
+from ...attention.gpu import check, child, verdict
+from ...attention.gpu.check import OURS, Problem, bias_of, inputs, why_not
+from ...attention.gpu.child import Verdict
+from .machine import scrub
+
+BIASES = ("none", "slope", "path", "both")
+CAUSAL, ALL_MASKS = ("causal",), ("causal", "documents", "padding", "window")
+#: longest sequence at which the dense reference is timed
+LONGEST_DENSE = 1024
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to check: `tokens` is the length at which kernels are timed, 0 for not at all."""
+
+    dtypes: tuple[str, ...]
+    heads: tuple[int, ...]
+    masks: tuple[tuple[str, ...], ...]
+    tokens: int
+    compiles: bool  # include implementations that need torch.compile on this device
+    again: bool  # check the Triton kernels again where a verdict is stored
+
+
+def plan(device: str, level: str) -> Plan:
+    """`level` is quick, normal or full."""
+    cuda, full = device != "cpu", level == "full"
+    main = ("bfloat16",) if cuda else ("float32",)
+    more = ("float16", "float32") if cuda else ("bfloat16",)
+    tokens = {"quick": 0, "normal": 4096 if cuda else 1024, "full": 8192 if cuda else 4096}[level]
+    return Plan(
+        dtypes=main + (more if full else ()),
+        heads=(64, 128) if cuda and level != "quick" else (64,),
+        masks=(CAUSAL, ALL_MASKS) if full else (CAUSAL,),
+        tokens=tokens,
+        compiles=cuda or full,
+        again=level != "quick",
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation and one kind of call.
+
+    `call` is "training" (forward and backward), or "decoding" (the last query alone, no gradients) for what
+    does nothing else. `time` and `memory` are ratios to torch's own attention at `tokens` tokens.
+    """
+
+    device: str
+    dtype: str
+    head_dim: int
+    masks: tuple[str, ...]
+    bias: str
+    impl: str
+    status: str  # passed | failed | refused
+    call: str = "training"
+    reason: str | None = None
+    error: float | None = None
+    of_allowed: float | None = None
+    repeatable: bool | None = None
+    tokens: int | None = None
+    time: float | None = None
+    memory: float | None = None
+    megabytes: float | None = None
+
+
+def implementations() -> list[str]:
+    """The names `attend` knows, without auto."""
+    q = torch.zeros(1, 1, 1, 1)
+    found = attend.explain(q, q, q)
+    return sorted({found.impl, *found.why_not})
+
+
+def devices() -> list[str]:
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+
+
+def rows(device: str, what: Plan, progress: Callable[[str], None]) -> Iterator[Row]:
+    """All rows of a device, bias by bias: first every check, then the times of what passed."""
+    crashed, names = _crashes(device), implementations()
+    for dtype, heads, masks, bias in itertools.product(what.dtypes, what.heads, what.masks, BIASES):
+        progress(f"{device}, {dtype}, heads of {heads}, {'+'.join(masks)}, bias {bias}")
+        problem = Problem("", device, dtype, heads, heads, bias, masks)
+        found = [_checked(replace(problem, impl=name), what, crashed) for name in names]
+        yield from _timed(found, problem, what) if masks == CAUSAL else found
+    progress("")
+
+
+def _crashes(device: str) -> dict[str, str]:
+    """Our compiled CPU kernel runs in a child process first: a crash would end the doctor too."""
+    problem = Problem("cpu", "cpu", "float32", 64, 64, "both")
+    if device != "cpu" or "cpu" not in implementations() or why_not(problem, inputs(problem)) is not None:
+        return {}
+    found = child.run(asdict(problem))
+    return {} if found.ok or found.errors else {"cpu": found.reason or "no result"}
+
+
+def _checked(problem: Problem, what: Plan, crashed: dict[str, str]) -> Row:
+    row = Row(
+        problem.device, problem.dtype, problem.head_dim, problem.masks, problem.bias, problem.impl, "refused"
+    )
+    tensors = inputs(problem)
+    refusal = why_not(problem, tensors)
+    if refusal is not None and why_not(problem, tensors, 1) is not None:
+        return replace(row, reason=_short(refusal))
+    row = replace(row, call="training" if refusal is None else "decoding")
+    if problem.impl == "flex" and not what.compiles:
+        return replace(row, reason="checked with --full only: it compiles for minutes")
+    if problem.impl in crashed:
+        return replace(row, status="failed", reason=scrub(crashed[problem.impl]))
+    return _with_verdict(row, _verdict(problem, what))
+
+
+def _short(refusal: str) -> str:
+    """The reason alone of "impl='x' cannot do this: reason; these can: y"."""
+    return scrub(refusal.split("cannot do this: ", 1)[-1].split("; these can", 1)[0])
+
+
+def _verdict(problem: Problem, what: Plan) -> Verdict:
+    if problem.impl != "triton" or problem.device == "cpu":
+        return check.safely(problem)
+    case = verdict.Case(
+        problem.dtype,
+        verdict.padded(problem.head_dim),
+        verdict.padded(problem.value_dim),
+        problem.bias,
+        tuple(sorted(problem.masks)),
+    )
+    return verdict.check(torch.device(problem.device), case, again=what.again)
+
+
+def _with_verdict(row: Row, found: Verdict) -> Row:
+    """Only kernels of ours must repeat themselves to the bit: some of torch's add in any order."""
+    good = found.ok or (not found.repeatable and row.impl not in OURS)
+    worst = max(found.errors.values(), key=lambda e: e["error"] / e["allowed"], default=None)
+    return replace(
+        row,
+        status="passed" if good else "failed",
+        reason=None if found.reason is None else scrub(found.reason),
+        error=max((e["error"] for e in found.errors.values()), default=None),
+        of_allowed=None if worst is None else worst["error"] / worst["allowed"],
+        repeatable=found.repeatable if found.errors else None,
+    )
+
+
+# Time and memory
+
+
+def _timed(found: list[Row], problem: Problem, what: Plan) -> list[Row]:
+    """The rows with times: each round runs torch's attention and every implementation once."""
+    if not what.tokens or not any(row.status == "passed" for row in found):
+        return found
+    large = replace(problem, tokens=what.tokens)
+    tensors = inputs(large)
+    runs = {row.impl: run for row in found if (run := _run(row, large, tensors)) is not None}
+    ratios = {name: _ratios(*pair, large) for name, pair in runs.items()}
+    return [replace(row, **ratios.get(row.impl, {})) for row in found]
+
+
+def _run(
+    row: Row, problem: Problem, tensors: dict[str, Tensor]
+) -> tuple[Callable[[], object], Callable[[], object]] | None:
+    """The call and torch's own: forward + backward, or one query for what only decodes."""
+    if row.status != "passed" or (row.impl == "reference" and problem.tokens > LONGEST_DENSE):
+        return None
+    mine = replace(problem, impl=row.impl)
+    few = None if row.call == "training" else 1
+    plain = {name: tensors[name] for name in "qkv"}
+    return (lambda: _call(mine, tensors, few)), (lambda: _torch(plain, few))
+
+
+def _call(problem: Problem, tensors: dict[str, Tensor], few: int | None) -> None:
+    if few is not None:
+        check.evaluate(problem, tensors, False, (few,))
+        return
+    t = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    y = attend(t["q"], t["k"], t["v"], bias=bias_of(t), impl=problem.impl)
+    y.sum().backward()
+
+
+def _torch(tensors: dict[str, Tensor], few: int | None) -> None:
+    """Causal attention without bias."""
+    if few is not None:
+        with torch.no_grad():
+            q = tensors["q"][:, :, -few:]
+            F.scaled_dot_product_attention(q, tensors["k"], tensors["v"], enable_gqa=True)
+        return
+    q, k, v = (tensors[name].detach().requires_grad_() for name in "qkv")
+    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+
+
+def _ratios(ours: Callable[[], object], torchs: Callable[[], object], problem: Problem) -> dict[str, Any]:
+    device = problem.device
+    try:
+        for run in (ours, torchs):  # the first call compiles
+            _seconds(run, device)
+        times = [_seconds(ours, device) / _seconds(torchs, device) for _ in range(ROUNDS)]
+        mine, theirs = peak_bytes(ours, device), peak_bytes(torchs, device)
+    except torch.OutOfMemoryError:
+        return {"reason": f"not timed: no memory left at {problem.tokens} tokens"}
+    except RuntimeError as problem_:
+        return {"status": "failed", "reason": scrub(f"at {problem.tokens} tokens: {problem_}")}
+    return {
+        "tokens": problem.tokens,
+        "time": round(statistics.median(times), 3),
+        "memory": round(mine / theirs, 3) if mine and theirs else None,
+        "megabytes": round(mine / 2**20, 2) if mine else None,
+    }
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(run: Callable[[], object], device: str) -> int | None:
+    """Most memory that torch's allocator held during a call beyond what it held before."""
+    if device == "cpu":
+        return _peak_bytes_cpu(run)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_bytes_cpu(run: Callable[[], object]) -> int | None:
+    """From the allocations torch's profiler records."""
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print a line for every start
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    results = record.profiler.kineto_results if record.profiler is not None else None
+    if results is None:
+        return None
+    held = peak = 0
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

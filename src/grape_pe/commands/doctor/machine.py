@@ -1,0 +1,189 @@
+"""What `grape doctor` tells of the machine: versions and conflicts, compiler, cache folder, devices."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...attention.cpu import build
+from ...attention.gpu import verdict
+from ...attention.gpu.device import describe, release, triton_version
+
+#: whose requirements on whom are compared with what is installed
+REQUIREMENTS = (("grape-pe", "torch"), ("grape-pe", "transformers"), ("torch", "triton"))
+#: older versions compile wrong gradients for Hopper
+OLDEST_TRITON = (3, 7, 1)
+SETTINGS = ("GRAPE_TRITON", "GRAPE_PE_NATIVE", "TRITON_INTERPRET")
+
+
+def versions() -> dict[str, str | None]:
+    """None for what is not installed."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "grape-pe": installed("grape-pe"),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "transformers": installed("transformers"),
+    }
+
+
+def installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def conflicts() -> list[str]:
+    """Versions that do not go together, as sentences."""
+    found = [text for who, what in REQUIREMENTS if (text := _outside(who, what)) is not None]
+    triton = triton_version()
+    if triton is not None and release(triton) < OLDEST_TRITON:
+        found.append(f"triton {triton} compiles wrong gradients for Hopper GPUs; install 3.7.1 or later")
+    return found
+
+
+def _outside(who: str, what: str) -> str | None:
+    """Whether the installed `what` is outside the range that `who` declares."""
+    have = triton_version() if what == "triton" else installed(what)
+    wanted = _declared(who, what)
+    if have is None or wanted is None or satisfies(have, wanted):
+        return None
+    return f"{what} {have} is installed, {who} needs {what}{wanted}"
+
+
+def _declared(who: str, what: str) -> str | None:
+    try:
+        lines = importlib.metadata.requires(who) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for line in lines:
+        name = re.match(r"[\w.-]+", line)
+        if name is not None and name[0] == what:
+            return line[name.end() :].split(";")[0].strip(" ()")
+    return None
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    """Whether a version is within ">=2.13,<2.15" and the like."""
+    have = release(version)
+    for clause in filter(None, wanted.split(",")):
+        sign, number = re.match(r"\s*([<>=!~]*)\s*(.*)", clause).groups()  # type: ignore[union-attr]
+        if not _meets(have, sign, release(number)):
+            return False
+    return True
+
+
+def _meets(have: tuple[int, ...], sign: str, want: tuple[int, ...]) -> bool:
+    size = max(len(have), len(want))
+    a, b = (numbers + (0,) * (size - len(numbers)) for numbers in (have, want))
+    if sign == "~=":
+        return a >= b and have[: len(want) - 1] == want[:-1]
+    return {">=": a >= b, "<=": a <= b, ">": a > b, "<": a < b, "==": a == b, "!=": a != b}.get(sign, True)
+
+
+def settings() -> dict[str, str]:
+    """Environment variables that change what is used."""
+    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
+
+
+def compiler() -> str | None:
+    """The first line a C++ compiler prints about itself."""
+    for name in ("g++", "clang++"):
+        path = shutil.which(name)
+        if path is not None:
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+            return (done.stdout.splitlines() or [name])[0]
+    return None
+
+
+def cpu_kernel() -> dict[str, Any]:
+    """Whether the compiled CPU kernel is there; `failed`: there is a compiler, but it could not build it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reason = build.why_not()
+    details = " ".join(str(warning.message) for warning in caught)
+    return {"built": reason is None, "reason": scrub(details or reason or "") or None, "failed": bool(caught)}
+
+
+def cache() -> dict[str, Any]:
+    """State of the cache folder, without its name."""
+    place = verdict.folder()
+    if place is None:
+        return {"usable": False, "reason": "it cannot be made, is not yours, or others may write to it"}
+    return {
+        "usable": True,
+        "kernels": len(list(place.glob("*.so"))),
+        "verdicts": len(list(place.glob("triton-*.json"))),
+    }
+
+
+def cpu() -> dict[str, Any]:
+    return {
+        "name": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def gpus() -> list[dict[str, Any]]:
+    return [_gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    found, limits = describe(torch.device("cuda", index)), torch.cuda.get_device_properties(index)
+    return {
+        "name": found.name,
+        "capability": ".".join(map(str, found.capability)),
+        "driver": found.driver,
+        "memory_gib": round(limits.total_memory / 2**30, 1),
+        "multiprocessors": limits.multi_processor_count,
+        "shared_memory_kib": limits.shared_memory_per_multiprocessor // 1024,
+    }
+
+
+def why_no_gpu() -> str | None:
+    if torch.cuda.device_count():
+        return None
+    built = torch.version.cuda or torch.version.hip
+    if not built:
+        return "this torch was built without CUDA"
+    return f"torch was built for {'CUDA' if torch.version.cuda else 'ROCm'} {built} but finds no device"
+
+
+def scrub(text: str) -> str:
+    """Without paths, the user's name and the host's name."""
+    text = re.sub(r"(?<![\w.])(?:[A-Za-z]:)?[/\\][^\s'\":,;)]+", "<path>", text)
+    for name in _names():
+        text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
+    return text
+
+
+def _names() -> list[str]:
+    names = [socket.gethostname(), socket.gethostname().split(".")[0], Path.home().name]
+    with contextlib.suppress(OSError, KeyError):  # no such user in the password file
+        names.append(getpass.getuser())
+    return [name for name in names if name]

@@ -1,0 +1,111 @@
+"""Loading, saving and initialising, shared by all our transformers models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..encodings import Encoding
+from ..encodings.base import FullPrecision
+from ..models.blocks import Block
+from ..models.kv_shift import KVShift
+from ..models.remote_code import REMOTE_CODE, REMOTE_FILE, auto_map
+
+
+class GrapePretrained(PreTrainedModel):
+    """Reads safetensors only, refuses checkpoints that do not fit, saves what `trust_remote_code` needs."""
+
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False  # backends that bring their own attention would lose the bias
+    _can_compile_fullgraph = False
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Never as custom code: transformers skips custom modules without parameters of their own."""
+        super()._initialize_weights(module, False)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but from safetensors only, and never with tensors missing."""
+        if kwargs.pop("use_safetensors", True) is False or kwargs.pop("weights_only", True) is False:
+            raise ValueError("grape models are loaded from safetensors only: pickles can run code")
+        if "config" not in kwargs and args:
+            _check_model_type(cls, *args[:1], **kwargs)
+        with_info = kwargs.pop("output_loading_info", False)
+        loaded: Any = super().from_pretrained(
+            *args, use_safetensors=True, weights_only=True, output_loading_info=True, **kwargs
+        )
+        model, info = loaded
+        _check_tensors(model, info)
+        _check_offloading(model)
+        return (model, info) if with_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with a small file that lets the Hub load the model through this package."""
+        self.config.auto_map = auto_map(type(self.config).__name__.removesuffix("Config"))
+        if kwargs.get("is_main_process", True):  # before super, which may upload the directory
+            os.makedirs(save_directory, exist_ok=True)
+            Path(save_directory, REMOTE_FILE).write_text(REMOTE_CODE)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _check_model_type(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> None:
+    expected = cls.config_class
+    assert expected is not None
+    found, _ = expected.get_config_dict(*args, **kwargs)
+    if found["model_type"] != expected.model_type:
+        raise ValueError(
+            f"{args[0]} holds a {found['model_type']} model, {cls.__name__} loads {expected.model_type}; "
+            "load it with AutoModelForCausalLM; grape_pe.hf.adapt gives stock models another encoding"
+        )
+
+
+def _check_tensors(model: Any, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint without some of the model's tensors, or with those of another encoding."""
+    missing = sorted(info["missing_keys"])
+    foreign = sorted(name for name in info["unexpected_keys"] if "encoding" in name.split("."))
+    if missing or foreign:
+        what = (
+            f"lacks {len(missing)} tensors" if missing else f"has {len(foreign)} tensors of another encoding"
+        )
+        raise ValueError(
+            f"this is not a checkpoint of a {model.config.model_type} model with encoding "
+            f"{model.config.encoding!r}: it {what}, first {(missing or foreign)[0]!r}; "
+            "check the directory, and `encoding` in its config.json"
+        )
+
+
+def _check_offloading(model: nn.Module) -> None:
+    """accelerate brings offloaded tensors back in `forward` of each module; encodings are used without it."""
+    devices = {p.device.type for p in model.parameters()}
+    if "meta" in devices and len(devices) > 1:
+        raise ValueError(
+            'device_map puts layers on "cpu" or "disk" only to fetch them again (offloading), which grape '
+            "models do not support; give every layer a device it stays on, or load without device_map"
+        )
+
+
+def reset_missing(module: Block | Encoding | KVShift) -> None:
+    """`reset_parameters`, keeping what a checkpoint has already filled."""
+    tensors = [*module.parameters(), *module.buffers()]
+    loaded = [t for t in tensors if getattr(t, "_is_hf_initialized", False)]  # set by transformers
+    if len(loaded) == len(tensors):
+        return
+    kept = [t.detach().clone() for t in loaded]
+    module.reset_parameters()
+    for tensor, value in zip(loaded, kept, strict=True):
+        tensor.copy_(value)
+
+
+def full_precision_names(model: nn.Module) -> list[str]:
+    """Names of frequencies, slopes and the like, which transformers must not load in bfloat16 or float16."""
+    return [
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, FullPrecision)
+        for name in [*module._parameters, *module._buffers]
+    ]

@@ -1,0 +1,43 @@
+"""A short run of the streaming fuzzer, and that it notices a cache that loses something."""
+
+from __future__ import annotations
+
+import pytest
+
+import grape_pe as grape
+from grape_pe.cache.table import Table
+from grape_pe.testing.fuzz import run
+from grape_pe.testing.fuzz.streaming import check
+
+
+def test_random_schedules():
+    summary = run(check, cases=250, seed=0)
+    assert not summary.failures, next(iter(summary.failures.values()))
+    assert summary.runs > 500, summary
+
+
+def fails(cases: int) -> bool:
+    return bool(run(check, cases=cases, seed=0).failures)
+
+
+def test_a_lost_state_is_noticed(monkeypatch):
+    monkeypatch.setattr(grape.StreamingCache, "_state", lambda self, carried: None)
+    assert fails(60)
+
+
+def test_a_lost_neighbour_is_noticed(monkeypatch):
+    monkeypatch.setattr(grape.StreamingCache, "_shift_state", lambda self: None)
+    assert fails(60)
+
+
+def test_padding_left_in_place_is_noticed(monkeypatch):
+    monkeypatch.setattr(
+        Table, "cut", lambda self, counts, trim=False: setattr(self, "length", self.length - min(counts))
+    )
+    assert fails(60)
+
+
+@pytest.mark.parametrize("name", ["hidden"])
+def test_a_visible_empty_slot_is_noticed(monkeypatch, name):
+    monkeypatch.setattr(Table, name, lambda self, last=None: None)
+    assert fails(60)
