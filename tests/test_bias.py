@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,41 @@ def test_plus_merges_what_it_can() -> None:
     assert isinstance(total, SumBias)
     assert [type(part) for part in total.parts] == [SlopeBias, PathBias]
     assert len(total.parts[0].terms) == 3  # type: ignore[attr-defined]
+
+
+def test_plus_merges_a_lone_term() -> None:
+    """Terms that stand alone are slopes too: any other result would take the slow path of attention."""
+    slopes = build("gated", 3, 5)
+    assert isinstance(slopes, SlopeBias)
+    term, whole = slopes.terms[0], slopes.dense()
+    assert whole is not None
+    for total in (term + slopes, slopes + term, term + term):
+        assert isinstance(total, SlopeBias) and len(total.terms) == 2
+        close(total.dense(), 2 * whole)
+    both = build("path", 3, 5) + term
+    assert isinstance(both, SumBias) and [type(part) for part in both.parts] == [SlopeBias, PathBias]
+
+
+def test_a_scaled_tile_follows_the_scale_of_attention() -> None:
+    free = build("tile", 3, 5)
+    assert isinstance(free, TileBias) and free.at_scale(0.3) is free
+    scaled = replace(free, scale=2.0)
+    once = free.dense()
+    assert once is not None
+    close(scaled.dense(), 2 * once)
+    moved = scaled.at_scale(0.3)
+    for same in (moved, moved.map(Tensor.clone), moved.queries(slice(0, 3)), moved.keys(slice(0, 5))):
+        close(same.dense(), 0.3 * once)
+    slopes = build("gated", 3, 5)
+    close((slopes + scaled).at_scale(0.3).dense(), slopes.dense() + 0.3 * once)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_probes_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    path = build("path", 3, 5)
+    assert isinstance(path, PathBias)
+    mixed = replace(path, probe_q=path.probe_q.to(dtypes[0]), probe_k=path.probe_k.to(dtypes[1]))
+    torch.testing.assert_close(mixed.dense(), path.dense(), atol=TOL["float32"], rtol=0.0)
 
 
 def test_no_bias_fits_everything() -> None:

@@ -17,8 +17,9 @@ import torch
 
 from grape_pe.cli import main
 from grape_pe.lab.arm_run import run_job
+from grape_pe.lab.arms import Arm, split_arms
 from grape_pe.lab.compare import compare
-from grape_pe.lab.comparison import Arm, jobs, load_comparison
+from grape_pe.lab.comparison import jobs, join_directory, load_comparison
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.optimization import initialise
@@ -76,10 +77,10 @@ def test_a_comparison_ends_with_a_table_and_a_report(corpus, tmp_path):
 
 def test_arms_share_everything_but_their_encoding():
     config = load("small")
-    ours, theirs = (flat(Arm(label).applied(config, 3)) for label in ("rope", "fox+kv"))
+    ours, theirs = (flat(Arm.parse(label).applied(config, 3)) for label in ("rope", "fox+kv"))
     assert {name for name in ours if ours[name] != theirs[name]} == {"model.encoding", "model.kv_shift"}
     first, second = (
-        Decoder(Arm(label).applied(config, 3).model.decoder(64)) for label in ("rope", "grape-ap+kv")
+        Decoder(Arm.parse(label).applied(config, 3).model.decoder(64)) for label in ("rope", "grape-ap+kv")
     )
     for model in (first, second):
         initialise(model, 3)
@@ -111,6 +112,66 @@ def test_seeds_come_one_after_the_other():
 def test_what_cannot_be_compared_is_said_at_once(arguments, said):
     with pytest.raises(LabError, match=said):
         load_comparison(**arguments)
+
+
+def test_arms_are_written_with_their_options():
+    text = "rope, fox[forget_bias=4]+kv,alibi[slopes=[0.7, 0.7, 0.7, 0.7]],alibi[slopes=0.69]"
+    text += ",rope+fox[forget_bias=2]"
+    arms = [Arm.parse(each) for each in split_arms(text)]
+    assert [(arm.encoding, arm.options, arm.kv_shift) for arm in arms] == [
+        ("rope", {}, False), ("fox", {"forget_bias": 4}, True), ("alibi", {"slopes": [0.7] * 4}, False),
+        ("alibi", {"slopes": 0.69}, False), ("rope+fox", {"forget_bias": 2}, False),
+    ]  # fmt: skip
+    comparison = load_comparison("demo", arms=split_arms(text))
+    labels = [job.directory(Path("out")).name for job in jobs(comparison)]
+    assert labels[1] == "fox[forget_bias=4]+kv-s0"
+    configs = [job.config(comparison).model for job in jobs(comparison)]
+    assert configs[1].encoding_options == {"forget_bias": 4} and configs[1].kv_shift
+    same = configs[3].decoder(64).build_encoding()
+    assert same.slopes.tolist() == pytest.approx([0.69] * 4)  # the same slope in every head
+
+
+def test_arms_in_files_set_more_than_the_encoding(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nrecipe: demo\narms: [rope, {label: slow, encoding: fox, options: {forget_bias: 4}, "
+        "train: {lr: 0.001}, model: {qk_norm: false}}]\n"
+    )
+    comparison = load_comparison(str(tmp_path / "mine.yaml"))
+    rope, slow = (flat(job.config(comparison)) for job in jobs(comparison))
+    changed = {name for name in rope if rope[name] != slow[name]}
+    assert changed == {"model.encoding", "model.encoding_options", "model.qk_norm", "train.lr"}
+    assert comparison.arms[1].label == "slow" and slow["train.lr"] == 0.001
+
+
+@pytest.mark.parametrize(
+    "arm, said",
+    [
+        ("fox[forget_bias=4", "options go in brackets after the whole name"),
+        ("fox[forget_bias=4]+rope", "options go in brackets after the whole name"),
+        ("fox[forget_bias]", "write name=value"),
+        ("fox[forget_bais=4]", "forget_bias"),
+        ({"label": "a/b", "encoding": "fox"}, "without / and a leading dot"),
+        (
+            {"label": "a", "encoding": "fox", "train": {"lrr": 1}},
+            "a: unknown setting 'train.lrr'; did you mean train.lr",
+        ),
+        ({"label": "rope", "encoding": "fox"}, "rope is there twice"),
+    ],
+    ids=str,
+)
+def test_arms_that_cannot_be_read_are_refused(arm, said):
+    with pytest.raises(LabError) as refused:
+        load_comparison("demo", arms=["rope", arm])
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_label_stands_for_one_arm(tmp_path):
+    slow = Arm(label="mine", encoding="fox", options={"forget_bias": 4})
+    join_directory(tmp_path, load_comparison("demo", arms=["rope", slow]), 1)
+    again = join_directory(tmp_path, load_comparison("demo", arms=[slow, "alibi"]), 1)
+    assert [arm.label for arm in again.arms] == ["rope", "mine", "alibi"]
+    with pytest.raises(LabError, match="has another arm 'mine'; give this one another label"):
+        join_directory(tmp_path, load_comparison("demo", arms=[Arm(label="mine", encoding="rope")]), 1)
 
 
 def test_settings_reach_what_is_trained():

@@ -84,6 +84,36 @@ def test_vmap(name: str) -> None:
     close(vmap(grad(of_one))(q, x), torch.stack([grad(of_one)(*pair) for pair in pairs]))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("alibi", "fox", "grape-a-qk"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("rope+fox", "grape-ap", "grape-m-mix")),
+    ],
+)
+def test_compiled_for_any_length(name: str) -> None:
+    torch.manual_seed(0)
+    enc = grape.build(name, heads=4, kv_heads=2, head_dim=8, width=16).double()
+
+    def logits(q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+        code = enc(q, k, x=x)
+        code.bias.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        product, bias = code.q @ code.k.repeat_interleave(2, 1).mT, code.bias.dense()
+        return product if bias is None else product + bias
+
+    compiled = torch.compile(logits, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (7, 12):
+        sizes = (2, 4, tokens, 8), (2, 2, tokens, 8), (2, tokens, 16)
+        leaves = [normal(*size, seed=i).requires_grad_() for i, size in enumerate(sizes)]
+        leaves += list(enc.parameters())
+        totals = (f(*leaves[:3]).square().sum() for f in (compiled, logits))
+        found = (torch.autograd.grad(total, leaves, allow_unused=True) for total in totals)
+        for ours, right in zip(*found, strict=True):
+            assert (ours is None) == (right is None)
+            if ours is not None:
+                close(ours, right)
+
+
 @pytest.mark.parametrize("name", ["rope", "grape-m", "grape-m-ctx", "grape-m-basis", "grape-m-mix"])
 def test_hessians(name: str) -> None:
     loss, (q, *rest) = problem(name)

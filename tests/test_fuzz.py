@@ -45,7 +45,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attend.attend
 
     class Wrong:
-        explain = right.explain
+        explain = staticmethod(right.explain)
 
         def __call__(self, *args, **kwargs):
             y = right(*args, **kwargs)

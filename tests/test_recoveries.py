@@ -304,6 +304,20 @@ def test_path_attention_is_the_product_of_its_factors():
         assert (got[0, h, t, j] - data.k[0, h // 2, j] @ vector / 4).abs() < EXACT
 
 
+def test_path_attention_has_one_scale():
+    """Another scale changes the whole score by one factor: the plain product and what the path changes."""
+    torch.manual_seed(0)
+    enc = grape.build("path", kv_heads=2, **SHAPE).double()
+    data = testing.sample(enc, tokens=6)
+    code = enc(data.q, data.k, x=data.x)
+    logits = testing.scores(enc, data) * 4 * 0.3  # scores divides by sqrt(16)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    weight = logits.masked_fill(~causal, -torch.inf).softmax(-1)
+    want = weight @ data.v.repeat_interleave(2, 1)
+    got = grape.attend(code.q, code.k, data.v, bias=code.bias, scale=0.3)
+    assert (got - want).abs().max() < EXACT
+
+
 def test_radial_bias_is_minus_the_distance():
     enc = grape.build("alibi", heads=2, head_dim=4, coords=2, metric="radial").double()
     data = testing.sample(enc)

@@ -186,7 +186,8 @@ def test_arms_with_other_encoding_options_are_not_merged(tmp_path):
     here = write_synthetic(tmp_path / "here", FEW, pictures=False)
     there = write_synthetic(tmp_path / "there", FEW, pictures=False)
     said = json.loads((there / "compare.json").read_text())
-    said["recipe"]["model"]["encoding_options"] = {"period": 64}
+    for each in said["arms"]:
+        each["options"] = {"period": 64}
     (there / "compare.json").write_text(json.dumps(said))
     found = read_results([here, there])
     labels = [arm.label for arm in found.arms]

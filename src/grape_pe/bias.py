@@ -187,7 +187,7 @@ def _sum(parts: list[Bias]) -> Bias:
     others = [part for part in parts if not isinstance(part, (SlopeTerm, SlopeBias, NoBias))]
     kept = [*slopes, *others]
     if not kept:
-        return NoBias()
+        return NO_BIAS
     return kept[0] if len(kept) == 1 else SumBias(tuple(kept))
 
 

@@ -8,6 +8,7 @@ which no score_mod can compute.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,9 @@ def _compiled() -> Callable[..., Any]:
     """
     from torch.nn.attention.flex_attention import flex_attention
 
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:  # torch 2.12
+        limit = torch._dynamo.config.patch(recompile_limit=SHAPES)
+        return limit(torch.compile(flex_attention, dynamic=False, fullgraph=True))  # type: ignore[no-any-return]
     return torch.compile(  # type: ignore[call-overload]  # torch's overloads leave the limit out
         flex_attention, dynamic=False, fullgraph=True, recompile_limit=SHAPES, isolate_recompiles=True
     )

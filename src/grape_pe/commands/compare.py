@@ -21,11 +21,15 @@ def add_parsers(commands: Commands) -> None:
         "small, flip-flop, probes, or a YAML file; its recipe takes settings as grape train does\n"
         "(--train.steps 500), and that of its probes with probe. before them (--probe.train.steps 500),\n"
         "or without where only probes are trained. Stopped or killed, the same line goes on where it was;\n"
-        "more encodings or seeds can be added later. +kv after an encoding adds KV-shift."
+        "more encodings or seeds can be added later. +kv after an encoding adds KV-shift,\n"
+        "[name=value] before it sets options (quote brackets in a shell)."
     )
     parser = add_command(commands, "compare", run_compare, "compare encodings", EXAMPLE, about)
     parser.add_argument("comparison", metavar="WHAT", help="a shipped comparison or a file")
-    parser.add_argument("--encodings", help="separated by commas (default: those of WHAT)")
+    parser.add_argument(
+        "--encodings",
+        help="separated by commas, such as 'rope,fox[forget_bias=4]+kv' (default: those of WHAT)",
+    )
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--tasks", help="probes, separated by commas; none for no probe")
     parser.add_argument("--out", help="directory of the results (default: results/WHAT)")
@@ -38,6 +42,7 @@ def add_parsers(commands: Commands) -> None:
 def run_compare(options: argparse.Namespace) -> int:
     require("pydantic", "lab")
     require("plotly", "lab")
+    from ..lab.arms import split_arms
     from ..lab.compare import compare
     from ..lab.comparison import load_comparison
     from ..lab.report import read_results, results_json, table
@@ -48,7 +53,7 @@ def run_compare(options: argparse.Namespace) -> int:
     given = vars(options)
     comparison = load_comparison(
         options.comparison,
-        arms=_listed(options.encodings),
+        arms=None if options.encodings is None else split_arms(options.encodings),
         seeds=options.seeds,
         tasks=[] if options.tasks == "none" else _listed(options.tasks),
         overrides={name: given[name] for name in options.unknown_settings if name in given},

@@ -26,15 +26,19 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class SlopeEncoding(Encoding):
-    """Base: one fixed slope for each query head, ALiBi's unless `slopes` are given.
+    """Base: one fixed slope for each query head, ALiBi's unless `slopes` are given (a number: for all heads).
 
     A subclass calls `reset_parameters` when all its parameters exist.
     """
 
     slopes: Tensor
 
-    def __init__(self, shape: HeadShape, slopes: Sequence[float] | None = None, coords: int = 1) -> None:
+    def __init__(
+        self, shape: HeadShape, slopes: Sequence[float] | float | None = None, coords: int = 1
+    ) -> None:
         super().__init__(shape, coords)
+        if isinstance(slopes, (int, float)):
+            slopes = [slopes] * shape.heads
         if slopes is not None and len(slopes) != shape.heads:
             raise ValueError(
                 f"slopes must hold one number for each of {shape.heads} heads, got {len(slopes)}"
@@ -68,7 +72,7 @@ class ALiBi(SlopeEncoding):
         self,
         shape: HeadShape,
         *,
-        slopes: Sequence[float] | None = None,
+        slopes: Sequence[float] | float | None = None,
         coords: int = 1,
         metric: Literal["axis", "radial"] = "axis",
     ) -> None:

@@ -101,7 +101,7 @@ class _Watch:
 
     def __init__(self, missing: list[Job], comparison: Comparison, root: Path, quiet: bool) -> None:
         self.missing, self.root = missing, root
-        self.steps = {job: job.config(comparison).train.steps for job in missing}
+        self.steps = {job.title: job.config(comparison).train.steps for job in missing}
         self.line = ProgressLine(f"{len(missing)} runs", self._look()[0], sum(self.steps.values()), quiet)
 
     def _last(self, job: Job) -> dict[str, Any]:
@@ -113,10 +113,10 @@ class _Watch:
         steps, active = 0, []
         for job in self.missing:
             if finished(job, self.root):
-                steps += self.steps[job]
+                steps += self.steps[job.title]
             elif last := self._last(job):
                 steps += last["step"]
-                active.append(f"{job.title} {last['step']}/{self.steps[job]} loss {last['loss']:.3f}")
+                active.append(f"{job.title} {last['step']}/{self.steps[job.title]} loss {last['loss']:.3f}")
         return steps, active
 
     def show(self) -> None:

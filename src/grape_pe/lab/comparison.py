@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 
 from .. import __version__
+from .arms import Arm
 from .config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
 from .errors import LabError
 from .files import damaged, read_json, write_json
@@ -24,7 +25,6 @@ from .tasks.base import FACTORS
 COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
 )  # fmt: skip
-KV = "+kv"
 #: begins the name of a setting of the probes
 PROBE = "probe."
 #: what to do about a damaged evaluation, and about a damaged description of the comparison
@@ -32,35 +32,13 @@ AGAIN = "remove it and run the same grape compare again: the run is evaluated an
 RESTORE = "restore it from a copy, or give another --out"
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One side of a comparison: an encoding, with or without KV-shift. Its label says both."""
-
-    label: str
-
-    @property
-    def encoding(self) -> str:
-        return self.label.removesuffix(KV)
-
-    @property
-    def kv_shift(self) -> bool:
-        return self.label.endswith(KV)
-
-    def applied(self, config: RunConfig, seed: int) -> RunConfig:
-        """The recipe for this arm."""
-        own = {"encoding": self.encoding, "kv_shift": self.kv_shift}
-        return validated(merged(config.model_dump(), {"seed": seed, "model": own}))
-
-    def described(self) -> dict[str, Any]:
-        return {"label": self.label, "encoding": self.encoding, "kv_shift": self.kv_shift}
-
-
 class Comparison(Section):
-    """Every arm is trained under one recipe, for every seed, with the same batches and first matrices."""
+    """Every arm is trained under one recipe (but for what the arm itself sets), for every seed, with the same
+    batches and first matrices."""
 
     name: str
     recipe: RunConfig
-    arms: Annotated[list[str], Field(min_length=1)]
+    arms: Annotated[list[Arm], Field(min_length=1)]
     seeds: Positive = 1
     language: bool = Field(True, description="train on text; without it only the tasks")
     evaluation_tokens: Positive = Field(16384, description="predictions at each length of the evaluation")
@@ -71,16 +49,25 @@ class Comparison(Section):
 
     def check(self) -> None:
         """Refuse an unknown encoding, task or setting before anything is trained."""
-        for kind, names in (("encodings", self.arms), ("tasks", self.tasks)):
+        labels = [arm.label for arm in self.arms]
+        for kind, names in (("encodings", labels), ("tasks", self.tasks)):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise LabError(f"{kind} must differ, but {', '.join(twice)} is there twice; name each once")
-        for label in self.arms:
-            Arm(label).applied(self.recipe, 0).model.decoder(1)
+        for arm in self.arms:
+            for recipe in [self.recipe] * self.language + [self.probe] * bool(self.tasks):
+                _checked_arm(arm, recipe)
         for task in self.tasks:
             build_task(task)
         if not self.language and not self.tasks:
             raise LabError("nothing to compare: language is off and no task is given")
+
+
+def _checked_arm(arm: Arm, recipe: RunConfig) -> None:
+    try:
+        arm.applied(recipe, 0).model.decoder(1)
+    except LabError as problem:
+        raise LabError(f"{arm.label}: {problem}") from None
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,7 @@ class Job:
 def load_comparison(
     name: str,
     *,
-    arms: Sequence[str] | None = None,
+    arms: Sequence[str | Arm] | None = None,
     seeds: int | None = None,
     tasks: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -143,12 +130,12 @@ def load_comparison(
 def jobs(comparison: Comparison) -> Iterator[Job]:
     """Seed by seed, so that an early look at the results is a fair one."""
     for seed in range(comparison.seeds):
-        for label in comparison.arms:
+        for arm in comparison.arms:
             if comparison.language:
-                yield Job(Arm(label), seed)
+                yield Job(arm, seed)
     for task in comparison.tasks:
         for seed in range(comparison.seeds):
-            yield from (Job(Arm(label), seed, task) for label in comparison.arms)
+            yield from (Job(arm, seed, task) for arm in comparison.arms)
 
 
 def make_directory(root: Path) -> None:
@@ -205,8 +192,12 @@ def _joined(root: Path, before: _Before, new: Comparison, threads: int) -> Compa
             f"{root} holds a comparison with another {', '.join(changed)}; results would not be comparable: "
             "give the same settings, or another --out"
         )
+    known = {arm.label: arm for arm in old.arms}
+    for arm in new.arms:
+        if known.get(arm.label, arm) != arm:
+            raise LabError(f"{root} has another arm {arm.label!r}; give this one another label")
     return old.model_copy(update={
-        "arms": [*old.arms, *(arm for arm in new.arms if arm not in old.arms)],
+        "arms": [*old.arms, *(arm for arm in new.arms if arm.label not in known)],
         "tasks": [*old.tasks, *(task for task in new.tasks if task not in old.tasks)],
         "seeds": max(old.seeds, new.seeds),
     })  # fmt: skip
@@ -216,7 +207,7 @@ def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
     """What compare.json says; the first keys are what reports read."""
     return {
         "recipe": (comparison.recipe if comparison.language else comparison.probe).model_dump(),
-        "arms": [Arm(label).described() for label in comparison.arms],
+        "arms": [arm.described() for arm in comparison.arms],
         "seeds": list(range(comparison.seeds)),
         "tasks": comparison.tasks,
         "versions": {

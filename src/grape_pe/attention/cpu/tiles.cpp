@@ -399,6 +399,35 @@ struct Backward : Block {
         }
     }
 
+    // s, dp: the tile's logits and dP
+    void recompute(long kb, long j0, long nj) {
+        logits(kb, j0, nj, todo[kb] == WHOLE, p.P ? &paths[kb * TILE] : nullptr);
+        gemm(nj, lanes, p.Dv, v_tile, p.Dv, 1, dOT.data(), BQ, dp.data(), BQ, false);
+    }
+
+    // Where one key has nearly all the weight, dS is a difference of two numbers that agree in nearly every digit.
+    // Then delta is formed from the dP it is taken from, so that their rounding cancels as in a dense softmax: a
+    // second pass over the tiles, if an eighth of the rows are such.
+    void renew_delta(long first, long end) {
+        long held = 0;
+        for (long t = 0; t < nt; t++) held += l[t] < 1.25f && m[t] < INF;
+        if (8 * held < nt || held == 0) return;
+        double sum[BQ] = {};
+        for (long kb = first; kb < end; kb++) {
+            if (!todo[kb]) continue;
+            long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
+            recompute(kb, j0, nj);
+            for (int n = 0; n < nv; n++) {
+                vf top = load(m + n * W), inverse = all(1.0f) / load(l + n * W), mean = {};
+                for (long i = n * W; i < nj * BQ; i += BQ)
+                    mean += vexp(load(s.data() + i) - top) * inverse * load(dp.data() + i);
+                add_lanes(sum, n, mean);
+            }
+        }
+        long row = bh * p.Tq + t0;
+        for (long t = 0; t < nt; t++) delta[t] = sum[t] - (p.d_lse && m[t] != INF ? p.d_lse[row + t] : 0);
+    }
+
     void weights_and_slopes(long nj) {  // s -> P, dp -> dS = P (dP - delta)
         for (int n = 0; n < nv; n++) {
             vf top = load(m + n * W), inverse = all(1.0f) / load(l + n * W), mean = load(delta + n * W), total = {};
@@ -493,8 +522,7 @@ struct Backward : Block {
     void tile(long kb) {
         long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0), to = (split * p.B * p.KV + kv) * p.Tk + j0;
         if (todo[kb]) {
-            logits(kb, j0, nj, todo[kb] == WHOLE, p.P ? &paths[kb * TILE] : nullptr);
-            gemm(nj, lanes, p.Dv, v_tile, p.Dv, 1, dOT.data(), BQ, dp.data(), BQ, false);
+            recompute(kb, j0, nj);
             weights_and_slopes(nj);
             const float *d_out = p.d_out + (bh * p.Tq + t0) * p.Dv;
             gemm(nj, p.Dv, nt, s.data(), BQ, 1, d_out, p.Dv, p.d_v + to * p.Dv, p.Dv, true);
@@ -552,6 +580,7 @@ struct Backward : Block {
         start();
         long first = first_tile(), end = end_tile();
         plan(first, end);
+        renew_delta(first, end);
         for (long kb = first; kb < end; kb++) tile(kb);
         finish();
     }

@@ -131,7 +131,7 @@ def _arms(directory: Path, said: StoredComparison, recipe: int, notes: list[str]
             for seed in seeds
             for score in _scores(directory, task, label, seed, stored)
         ]
-        options = {**_recipe_options(said), **each.encoding_options}
+        options = {**_recipe_options(said), **each.own_settings()}
         yield Arm(label, each.encoding, each.kv_shift, recipe, runs, tuple(scores), options)
 
 

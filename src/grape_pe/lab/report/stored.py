@@ -22,8 +22,15 @@ class Stored(BaseModel):
 class StoredArm(Stored):
     label: str
     encoding: str
-    encoding_options: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     kv_shift: bool = False
+    model: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+
+    def own_settings(self) -> dict[str, Any]:
+        """Everything that is set for this arm alone."""
+        model = {f"model.{name}": value for name, value in self.model.items()}
+        return self.options | model | {f"train.{name}": value for name, value in self.train.items()}
 
 
 class StoredComparison(Stored):
