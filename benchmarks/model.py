@@ -86,19 +86,19 @@ def contestant(name: str, length: int) -> Step:
 
 def check(encodings: Sequence[str]) -> None:
     """Loss and gradients against the same model on the reference attention."""
-    from grape_pe.models import blocks
+    from grape_pe.cache import seen
 
     ids = batch(512)[:1, :257]
-    usual = blocks.attend
+    usual = seen.attend
     for name in encodings:
         torch.manual_seed(0)
         model = Decoder(config(name))
         fast = _gradients(model, ids)
-        blocks.attend = lambda *a, **k: usual(*a, **{**k, "impl": "reference"})  # type: ignore[assignment]
+        seen.attend = lambda *a, **k: usual(*a, **{**k, "impl": "reference"})  # type: ignore[assignment]
         try:
             slow = _gradients(model, ids)
         finally:
-            blocks.attend = usual
+            seen.attend = usual
         for a, b in zip(fast, slow, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import grape_pe as grape
 from grape_pe import testing
-from grape_pe.models import KVShift
+from grape_pe.layers import KVShift
 
 EXACT = testing.TOL[torch.float64]
 NAMES = [*grape.names(), "rope+fox", "grape-m-ctx+grape-a-phase", "grape-m+grape-ap", "path+fox"]

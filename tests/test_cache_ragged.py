@@ -8,7 +8,7 @@ import torch
 import grape_pe as grape
 from grape_pe import testing
 from grape_pe.cache.stream import norm_bound
-from grape_pe.models import KVShift
+from grape_pe.layers import KVShift
 
 WIDTH, DIM, KV = 5, 8, 2
 

@@ -212,6 +212,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     return grape.attend(code.q, code.k, v, bias=code.bias)
 
 
+def layer(x: Tensor) -> Tensor:
+    attention = grape.Attention(512, heads=8, encoding="rope+fox")
+    return attention.forward(x, cache=attention.cache())
+
+
 def decode(enc: grape.Encoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     cache = grape.StreamingCache(enc)
     return cache.attend(q, k, v, x=x)

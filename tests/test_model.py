@@ -232,7 +232,7 @@ def test_shared_encoding_is_one_module():
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 8), (2, 4, 3, 8)])
 def test_norm_is_torchs(shape):
-    from grape_pe.models.norm import RMSNorm
+    from grape_pe.layers import RMSNorm
 
     torch.manual_seed(0)
     norm, x = RMSNorm(shape[-1], 1e-5).double(), torch.randn(shape, dtype=torch.float64, requires_grad=True)

@@ -30,3 +30,9 @@ def test_train_with_hf(capsys):
     losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", out)]
     assert len(losses) == 3 and losses[-1] < losses[0]
     assert "generated: b'The " in out
+
+
+def test_nano_gpt(capsys):
+    out = shown("nano_gpt", capsys)
+    first, last = (float(x) for x in re.search(r"loss (\S+) -> (\S+)", out).groups())
+    assert last < 0.7 * first and "generated: b'def " in out

@@ -2,7 +2,10 @@
 
 import grape_pe as grape
 
-enc = grape.build("grape-ap", heads=8, head_dim=64, width=512)
+layer = grape.Attention(512, heads=8, encoding="grape-ap")      # a layer
+y = layer(x)
+
+enc = grape.build("grape-ap", heads=8, head_dim=64, width=512)  # or its parts
 code = enc(q, k, x=x)
 y = grape.attend(code.q, code.k, v, bias=code.bias)
 """
@@ -16,6 +19,7 @@ from .attention import attend, record_pruning
 from .bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
 from .cache import StreamingCache
 from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layout, names, register
+from .layers import Attention
 
 __version__ = "0.1.0"
 
@@ -32,6 +36,7 @@ def adapt(model: Model, encoding: str, **options: Any) -> Model:
 
 
 __all__ = [
+    "Attention",
     "Bias",
     "Encoded",
     "Encoding",

@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
-from ..models.blocks import dense_weights, see
+from ..layers.attention import dense_weights, see
 from .cache import layer_of
 
 #: the name of our attention for transformers

@@ -15,10 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ..cache import Layout, arrange, check_packing
 from ..encodings import Encoding
+from ..layers import KVShift, RMSNorm
 from ..models.blocks import EMBEDDING_STD, Block
-from ..models.kv_shift import KVShift
 from ..models.loss import cross_entropy
-from ..models.norm import RMSNorm
 from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
 from .config import GrapeConfig
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
@@ -107,7 +106,7 @@ class GrapeModel(GrapePreTrainedModel):
         for i, block in enumerate(self.layers):
             stream = None
             if layers is not None:
-                stream = layers[i].open(block.self_attn.cache, self.encoding_of(i), self.config.rollback)  # type: ignore[union-attr,arg-type]
+                stream = layers[i].open(block.self_attn.make_cache, self.encoding_of(i), self.config.rollback)  # type: ignore[union-attr,arg-type]
             x, dense = block(x, layout, self.encoding, stream, weights)
             attentions.append(dense)
             states += (x,)

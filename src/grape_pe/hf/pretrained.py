@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ..encodings import Encoding
 from ..encodings.base import FullPrecision
+from ..layers import KVShift
 from ..models.blocks import Block
-from ..models.kv_shift import KVShift
 from ..models.remote_code import REMOTE_CODE, REMOTE_FILE, auto_map
 
 

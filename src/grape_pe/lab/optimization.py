@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
+from ..layers import RMSNorm
 from ..models import Decoder
-from ..models.norm import RMSNorm
 from .config import TrainSection
 
 

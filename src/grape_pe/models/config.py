@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..encodings import Encoding, build
+from ..layers import Attention
 
 #: our names and those of Hugging Face's configurations, in which models are saved
 HF_NAMES = {
@@ -98,6 +99,20 @@ class DecoderConfig:
             head_dim=self.head_dim,
             width=self.width,
             **self.encoding_options,
+        )
+
+    def build_attention(self) -> Attention:
+        """The attention of one layer; without an encoding of its own if the layers share one."""
+        return Attention(
+            self.width,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            encoding=None if self.shared_encoding else self.encoding,
+            encoding_options=self.encoding_options,
+            qk_norm=self.qk_norm,
+            kv_shift=self.kv_shift,
+            norm_eps=self.norm_eps,
         )
 
     def to_hf(self) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..cache import Layout, StreamingCache, arrange, check_packing
+from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
+from ..layers import RMSNorm
+from ..layers.arguments import call_layout
 from .blocks import EMBEDDING_STD, Block
 from .config import DecoderConfig
 from .loss import cross_entropy
-from .norm import RMSNorm
 
 
 class DecoderCache:
@@ -75,7 +76,6 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, layout: Layout, cache: DecoderCache | None = None, checkpointing: bool = False
     ) -> Tensor:
-        check_packing(self.encoding_of(0), layout)
         x = self.embed_tokens(tokens)
         for i, block in enumerate(self.layers):
             held = None if cache is None else cache.layers[i]
@@ -152,7 +152,8 @@ class Decoder(nn.Module):
         cache: DecoderCache | None = None,
     ) -> Tensor:
         """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
-        layout = self._layout(tokens, documents, positions, padding, cache)
+        first = None if cache is None else cache.layers[0]
+        layout = call_layout(tokens, self.model.encoding_of(0), positions, documents, padding, first)
         checkpointing = self.gradient_checkpointing and self.training and cache is None
         return self.model(tokens, layout, cache, checkpointing)  # type: ignore[no-any-return]
 
@@ -169,28 +170,7 @@ class Decoder(nn.Module):
         """
         settings = {"window": window, "sinks": sinks, "capacity": capacity, "rollback": rollback}
         layers = [
-            block.self_attn.cache(self.model.encoding_of(i), **settings)  # type: ignore[union-attr,operator]
+            block.self_attn.make_cache(self.model.encoding_of(i), **settings)  # type: ignore[union-attr,operator]
             for i, block in enumerate(self.model.layers)
         ]
         return DecoderCache(layers)
-
-    def _layout(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None,
-        positions: Tensor | None,
-        padding: Tensor | None,
-        cache: DecoderCache | None,
-    ) -> Layout:
-        if cache is None and positions is None and padding is None:
-            return Layout() if documents is None else Layout.from_documents(documents)
-        return arrange(
-            tokens.shape[0],
-            tokens.shape[1],
-            tokens.device,
-            positions=positions,
-            documents=documents,
-            padding=padding,
-            tail=None if cache is None else cache.layers[0].tail(),
-            coords=self.model.encoding_of(0).coords,
-        )

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...cache import StreamingCache
 from ...encodings import Encoding
-from ...models import KVShift
-from ...models.norm import RMSNorm
+from ...layers import KVShift, RMSNorm
 from ..laws import TOL
 from .dense import dense_attention
 from .draw import Sizes

@@ -1,0 +1,97 @@
+"""Checks of the attention layer's arguments, and the layout of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..cache import Layout, StreamingCache, Tail, arrange, check_packing
+from ..encodings import Encoding
+
+
+def head_sizes(width: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """(kv_heads, head_dim), filled in and checked."""
+    for name, size in (("width", width), ("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        optional = size is None and name in ("kv_heads", "head_dim")
+        if not optional and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name} must be a positive integer, got {size!r}")
+    if head_dim is None and width % heads:
+        raise ValueError(
+            f"heads must divide width when head_dim is not given, got heads={heads} and width={width}; "
+            f"change one of them, or pass head_dim"
+        )
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}")
+    return kv_heads, width // heads if head_dim is None else head_dim
+
+
+def check_window(window: Any, sinks: Any) -> None:
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(
+            f"window must be None or the number of tokens a token sees, itself included; got {window!r}"
+        )
+    if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
+        raise ValueError(f"sinks must be a number of first tokens, 0 or more; got {sinks!r}")
+    if sinks and window is None:
+        raise ValueError(f"sinks={sinks} keeps the first tokens visible outside a window; set window as well")
+
+
+def check_input(x: Tensor, width: int) -> None:
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ValueError(f"x must be (batch, tokens, width={width}), got {tuple(x.shape)}")
+
+
+def check_cache(
+    cache: StreamingCache, encoding: Encoding, shift: nn.Module | None, key_norm: nn.Module | None
+) -> None:
+    if not isinstance(cache, StreamingCache):
+        raise TypeError(f"cache must come from layer.cache(), got {type(cache).__name__}")
+    if cache.encoding is not encoding or cache.shift is not shift or cache.key_norm is not key_norm:
+        raise ValueError("cache was made for another layer; each layer needs its own, from layer.cache()")
+
+
+def call_layout(
+    x: Tensor,
+    encoding: Encoding,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    padding: Tensor | None = None,
+    cache: StreamingCache | None = None,
+) -> Layout:
+    """Where the tokens of a call (B, T, …) stand, its arguments checked. A model makes one for all layers."""
+    batch, count = x.shape[:2]
+    if cache is None and positions is None and padding is None:
+        layout = Layout() if documents is None else _packed(documents, batch, count)
+    else:
+        layout = arrange(
+            batch,
+            count,
+            x.device,
+            positions=positions,
+            documents=documents,
+            padding=padding,
+            tail=_tail(cache, batch),
+            coords=encoding.coords,
+            falls=positions is None or documents is None,  # with both, positions increase in each document
+        )
+    check_packing(encoding, layout)
+    return layout
+
+
+def _packed(documents: Tensor, batch: int, count: int) -> Layout:
+    """Reads no values, so it compiles."""
+    if tuple(documents.shape) not in ((count,), (1, count), (batch, count)):
+        raise ValueError(
+            f"documents must be of shape {(count,)} or {(batch, count)}, one for each token; "
+            f"got {tuple(documents.shape)}"
+        )
+    return Layout.from_documents(documents)
+
+
+def _tail(cache: StreamingCache | None, batch: int) -> Tail | None:
+    tail = None if cache is None else cache.tail()
+    if tail is not None and len(tail.lengths) != batch:
+        raise ValueError(f"the cache holds {len(tail.lengths)} sequences, the call has {batch}")
+    return tail

@@ -1,0 +1,187 @@
+"""The attention layer: projections, KV-shift, QK norm, any encoding, attention, output projection.
+
+    layer = grape.Attention(512, heads=8, encoding="rope+fox")
+    y = layer(x)                                # (B, T, 512), causal
+
+Letters: B batch, T new tokens, C width, H query heads, Hkv key heads, D features of a head.
+Parameters have the names of Hugging Face's Llama, so that tools which look for them find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..cache import Layout, Seen, StreamingCache, encode
+from ..encodings import Encoding, build
+from .arguments import call_layout, check_cache, check_input, check_window, head_sizes
+from .kv_shift import KVShift
+from .norm import RMSNorm
+
+
+class Attention(nn.Module):
+    """Causal self-attention with any encoding: `layer(x)` maps (B, T, width) to (B, T, width).
+
+    Args:
+        width: features of the input and the output.
+        heads: query heads. kv_heads: key heads, if fewer; it must divide `heads`.
+        head_dim: features of a head; width / heads unless given.
+        encoding: a name for `grape.build`, such as "rope", "grape-ap" or "rope+fox". None only inside a model
+            whose layers share one encoding, which then calls `run`.
+        encoding_options: options of the encoding, as for `grape.build`.
+        window: a token sees fewer than `window` tokens back, itself included; all if None.
+        sinks: the number of first tokens that stay visible outside the window.
+        qk_norm: RMS-normalise queries and keys before they are encoded.
+        kv_shift: mix each projected key and value with those of the token before.
+        norm_eps: epsilon of the QK norm.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        encoding: str | None = "rope+fox",
+        encoding_options: Mapping[str, Any] | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        qk_norm: bool = True,
+        kv_shift: bool = False,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.kv_heads, self.head_dim = head_sizes(width, heads, kv_heads, head_dim)
+        check_window(window, sinks)
+        self.width, self.heads, self.window, self.sinks = width, heads, window, sinks
+        queries, keys = heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else None
+        self.kv_shift = KVShift(width, self.kv_heads) if kv_shift else None
+        sizes = {"heads": heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "width": width}
+        options = {} if encoding_options is None else dict(encoding_options)
+        self.encoding = None if encoding is None else build(encoding, **sizes, **options)
+
+    def reset_parameters(self) -> None:
+        """Initialise again, as after `to_empty`."""
+        parts = (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm)
+        for part in (*parts, self.kv_shift, self.encoding):
+            if part is not None:
+                part.reset_parameters()
+
+    def extra_repr(self) -> str:
+        seen = "" if self.window is None else f", window={self.window}, sinks={self.sinks}"
+        return f"{self.width}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{seen}"
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        padding: Tensor | None = None,
+        cache: StreamingCache | None = None,
+    ) -> Tensor:
+        """The attended values (B, T, C); zeros at padding.
+
+        Args:
+            x: (B, T, C).
+            positions: (T,) or (B, T), if they are not those that follow; where they fall, a document begins.
+                (T, n) or (B, T, n), and required, for an encoding with n coordinates.
+            documents: (T,) or (B, T) ids of packed sequences: each is a sequence of its own, and an id is not
+                used twice. With a cache, the first goes on if its id is the last one's (0 at first).
+            padding: (B, T) bool, True where there is no token, anywhere in a sequence.
+            cache: from `cache()`; the tokens then continue those before.
+        """
+        encoding = self._own_encoding()
+        check_input(x, self.width)
+        if cache is not None:
+            check_cache(cache, encoding, self.kv_shift, self.k_norm)
+        layout = call_layout(x, encoding, positions, documents, padding, cache)
+        return self.run(x, layout, encoding, cache)[0]
+
+    def cache(self, *, capacity: int | None = None, rollback: int = 128) -> StreamingCache:
+        """An empty cache for this layer; `capacity` preallocates, `rollback` bounds `crop`."""
+        return self.make_cache(self._own_encoding(), capacity=capacity, rollback=rollback)
+
+    # For models: arguments are checked once a call, and one layout serves all layers ----------------
+
+    def make_cache(self, encoding: Encoding, **settings: Any) -> StreamingCache:
+        """An empty cache for this layer with the model's `encoding`; `settings` are `StreamingCache`'s."""
+        own = {"window": self.window, "sinks": self.sinks, "shift": self.kv_shift, "key_norm": self.k_norm}
+        return StreamingCache(encoding, **{**own, **settings})
+
+    def run(
+        self,
+        x: Tensor,
+        layout: Layout,
+        encoding: Encoding,
+        cache: StreamingCache | None = None,
+        weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attended values (B, T, C); with `weights` also the dense attention (B, H, T, Tk)."""
+        x = layout.pack(x)
+        modules = {"shift": self.kv_shift, "key_norm": self.k_norm}
+        masks = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
+        seen = see(*self.project(x), x, layout, encoding, cache, **modules, **masks)
+        y = self.o_proj(seen.attend().transpose(1, 2).flatten(2))
+        return layout.unpack(y), dense_weights(seen, layout, cache) if weights else None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, H, T, D), (B, Hkv, T, D) twice; queries normalised, keys not yet: they are shifted before."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None:
+            q = self.q_norm(q).to(v.dtype)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _own_encoding(self) -> Encoding:
+        if self.encoding is None:
+            raise ValueError(
+                "this layer was built with encoding=None, for a model that shares one encoding among its "
+                "layers; call the model, or build the layer with the name of an encoding"
+            )
+        return self.encoding
+
+
+def see(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x: Tensor,
+    layout: Layout,
+    encoding: Encoding,
+    cache: StreamingCache | None = None,
+    shift: KVShift | None = None,
+    key_norm: nn.Module | None = None,
+    **masks: Any,
+) -> Seen:
+    """All that the packed tokens of a call see: with a cache also what came before.
+
+    `masks` (window, sinks) are for calls without a cache; a cache has its own.
+    """
+    if cache is not None:
+        return cache.extend(q, k, v, x, layout)
+    code, v, _ = encode(encoding, q, k, v, x, layout, shift, key_norm)
+    if layout.documents is not None:
+        masks["documents"] = layout.documents
+    return Seen(code.q, code.k, v, code.bias, masks)
+
+
+def dense_weights(seen: Seen, layout: Layout, cache: StreamingCache | None, **options: Any) -> Tensor:
+    """The attention weights (B, H, T, Tk) in the order of the call."""
+    dense = seen.weights(**options)
+    if seen.k.shape[2] == dense.shape[2]:
+        return layout.unpack(layout.unpack(dense, 2), 3)
+    if cache is not None and cache.sequences.gaps:
+        raise ValueError(
+            "output_attentions is not available after padding between tokens, because the cache holds none "
+            "of it; leave the cache out (use_cache=False)"
+        )
+    return layout.unpack(dense, 2)

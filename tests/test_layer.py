@@ -1,0 +1,268 @@
+"""`grape.Attention`: the decoder's own attention as a layer; cached = uncached, packed = alone, padded = unpadded."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import grape_pe as grape
+from grape_pe.layers import Attention
+from grape_pe.models import Decoder, DecoderConfig
+from grape_pe.testing import TOL
+
+NAMES = [*grape.names(), "rope+fox", "grape-m+grape-ap"]
+C, T = 32, 13
+CUTS = [(0, 13), (0, 1, 5, 13), (0, 6, 7, 8, 13), tuple(range(14))]
+
+
+def made(encoding="rope+fox", dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    layer = Attention(C, 4, encoding=encoding, **{"kv_heads": 2, "kv_shift": True, **options}).to(dtype)
+    with torch.no_grad():  # away from the initial values, where gates are still
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer
+
+
+def inputs(batch=2, tokens=T, dtype=torch.float64, seed=1):
+    return torch.randn(batch, tokens, C, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def close(got, want, dtype=torch.float64):
+    torch.testing.assert_close(got, want, rtol=TOL[dtype], atol=TOL[dtype])
+
+
+def stream(layer, x, cuts, **where):
+    cache = layer.cache()
+    parts = (
+        layer(x[:, a:b], **{n: t[..., a:b] for n, t in where.items()}, cache=cache)
+        for a, b in itertools.pairwise(cuts)
+    )
+    return torch.cat(list(parts), 1)
+
+
+def test_it_is_the_layer_of_both_models():
+    from grape_pe.hf import GrapeConfig, GrapeForCausalLM
+
+    plain = Decoder(DecoderConfig(vocab_size=7, width=C, layers=1, heads=2))
+    hf = GrapeForCausalLM(
+        GrapeConfig(vocab_size=7, hidden_size=C, num_hidden_layers=1, num_attention_heads=2)
+    )
+    for model in (plain, hf):
+        assert type(model.model.layers[0].self_attn) is grape.Attention
+
+
+@pytest.mark.parametrize("name", ["rope", "grape-a-qk", "grape-m+grape-ap"])
+def test_a_model_of_layers_is_the_decoder(name):
+    """The decoder computed by hand from the public call of each layer, with documents and with padding."""
+    torch.manual_seed(0)
+    config = DecoderConfig(
+        vocab_size=61, width=C, layers=2, heads=4, kv_heads=2, encoding=name, kv_shift=True
+    )
+    model, ids = Decoder(config).double(), torch.randint(0, 61, (2, T))
+    padding = torch.zeros(2, T, dtype=torch.bool)
+    padding[0, :4] = True
+    for where in ({}, {"documents": torch.tensor([0] * 5 + [1] * 8)}, {"padding": padding}):
+        x = model.model.embed_tokens(ids)
+        for block in model.model.layers:
+            x = x + block.self_attn(block.input_layernorm(x), **where)
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        close(model.model.norm(x), model.hidden(ids, **where))
+
+
+def test_it_is_its_formula():
+    """Projections, the norm, the rotation and the softmax written out."""
+    layer, x = made("rope", kv_shift=False), inputs()
+    q, k, v = (p(x).view(2, T, -1, 8).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    code = layer.encoding(layer.q_norm(q), layer.k_norm(k))
+    k, v = (t.repeat_interleave(2, 1) for t in (code.k, v))
+    scores = (code.q @ k.mT / 8**0.5).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), float("-inf"))
+    close(layer(x), layer.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_is_uncached(name):
+    layer, x = made(name), inputs()
+    with torch.no_grad():
+        want = layer(x)
+        for cuts in CUTS:
+            close(stream(layer, x, cuts), want)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-a-qk", "rope+fox", "grape-ap"])
+def test_window_and_sinks(name, sinks):
+    """Against each query alone with the keys it may see; the cache the same, or refused by name."""
+    layer, x = made(name, window=4, sinks=sinks, kv_shift=False), inputs()
+    full = copy.deepcopy(layer)
+    full.window, full.sinks = None, 0
+    assert full(x).sub(layer(x)).abs().max() > 1e-3
+    close(layer(x)[:, : 4 + sinks], full(x)[:, : 4 + sinks])
+    with torch.no_grad():
+        moved = x.clone()
+        moved[:, sinks : T - 4] += 1.0  # outside the window of the last token, and no sink
+        if name == "rope":
+            close(layer(moved)[:, -1], layer(x)[:, -1])
+        if name == "grape-ap" and sinks:
+            with pytest.raises(ValueError, match="sinks"):
+                stream(layer, x, CUTS[1])
+            return
+        for cuts in CUTS:
+            close(stream(layer, x, cuts), layer(x))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-m-ctx", "grape-ap", "rope+fox"])
+def test_documents_are_alone(name, window):
+    layer, x = made(name, window=window), inputs()
+    documents = torch.tensor([0] * 5 + [1] * 3 + [2] * 5)
+    with torch.no_grad():
+        want = torch.cat([layer(x[:, a:b]) for a, b in ((0, 5), (5, 8), (8, 13))], 1)
+        positions = torch.tensor([*range(5), *range(3), *range(5)])
+        for where in ({"documents": documents}, {"positions": positions}):
+            close(layer(x, **where), want)
+        close(layer(x, positions=positions, documents=documents), want)
+        for cuts in CUTS:
+            close(stream(layer, x, cuts, documents=documents), want)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-m-ctx", "grape-ap", "path"])
+def test_padding_anywhere_changes_nothing(name, window):
+    layer, x = made(name, window=window), inputs()
+    padding = torch.zeros(2, T, dtype=torch.bool)
+    padding[0, [0, 1, 6, 12]] = True
+    kept = ~padding[0]
+    with torch.no_grad():
+        alone = layer(x[:1, kept])[0], layer(x[1:])[0]
+        for got in (layer(x, padding=padding), stream(layer, x, (0, 3, 9, 10, 13), padding=padding)):
+            close(got[0, kept], alone[0])
+            close(got[1], alone[1])
+            assert not got[0, ~kept].any()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_keys_are_repeated_heads(kv_heads):
+    layer, x = made("alibi", kv_heads=kv_heads, kv_shift=False), inputs()
+    full = made("alibi", kv_heads=4, kv_shift=False)
+    state = layer.state_dict()
+    for name in ("k_proj.weight", "v_proj.weight"):
+        state[name] = state[name].view(kv_heads, 8, C).repeat_interleave(4 // kv_heads, 0).reshape(-1, C)
+    full.load_state_dict(state)
+    close(layer(x), full(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_reach_every_parameter(name):
+    layer, x = made(name), inputs().requires_grad_()
+    layer(x).square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+    for parameter, tensor in layer.named_parameters():
+        assert tensor.grad is not None and tensor.grad.isfinite().all() and tensor.grad.any(), parameter
+
+
+def test_bfloat16():
+    layer, x = made("grape-m+grape-ap", torch.float32), inputs(dtype=torch.float32)
+    want = layer(x)
+    layer.to(torch.bfloat16)
+    with torch.no_grad():
+        got = layer(x.bfloat16())
+        assert got.dtype == torch.bfloat16
+        close(got.float(), want.detach(), torch.bfloat16)
+        close(stream(layer, x.bfloat16(), CUTS[1]), got, torch.bfloat16)
+    assert layer.encoding.parts["grape-m"].frequencies.delta.dtype == torch.float32
+
+
+def test_positions_go_where_they_are_given():
+    layer, x = made("rope", kv_shift=False), inputs(tokens=3)
+    assert layer(x, positions=torch.tensor([0, 5, 9])).sub(layer(x)).abs().max() > 1e-3
+    close(layer(x, positions=torch.tensor([7, 8, 9])), layer(x))
+    plane = made("rope", kv_shift=False, encoding_options={"coords": 2})
+    spots = torch.tensor([[0, 0], [0, 1], [1, 0]])
+    close(plane(x, positions=spots), plane(x, positions=spots + 5))
+
+
+def test_names_of_parameters_and_meta():
+    with torch.device("meta"):
+        layer = Attention(C, 4, encoding="grape-a-qk", kv_shift=True)
+    first = {name.split(".")[0] for name in layer.state_dict()}
+    assert first == {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "kv_shift", "encoding"}
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer(inputs(dtype=torch.float32)).isfinite().all()
+
+
+def test_it_compiles_as_one_graph():
+    torch._dynamo.reset()
+    layer, x = made("rope+fox", window=5), inputs()
+    close(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+def test_a_cache_keeps_the_layers_settings():
+    cache = made("rope", window=4, sinks=1).cache(capacity=20, rollback=3)
+    assert (cache.window, cache.sinks, cache.capacity, cache.rollback) == (4, 1, 20, 3)
+    layer, x = made("fox"), inputs()
+    with torch.no_grad():
+        cache, want = layer.cache(), layer(x)
+        layer(x[:, :9], cache=cache)
+        cache.crop(2)
+        close(layer(x[:, 7:], cache=cache), want[:, 7:])
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"width": 0}, "width must be a positive integer, got 0"),
+        ({"heads": 5}, "heads must divide width .* heads=5 and width=32"),
+        ({"heads": True}, "heads must be a positive integer"),
+        ({"kv_heads": 3}, "multiple of kv_heads, got heads=4 and kv_heads=3"),
+        ({"kv_heads": 0}, "kv_heads must be a positive integer"),
+        ({"head_dim": -1}, "head_dim must be a positive integer"),
+        ({"encoding": "ropee"}, "unknown encoding 'ropee'; did you mean rope"),
+        ({"encoding_options": {"bse": 1}}, "unknown option 'bse'"),
+        ({"window": 0}, "window must be None or the number of tokens"),
+        ({"window": 2.5}, "window must be None or the number of tokens"),
+        ({"sinks": -1}, "sinks must be a number"),
+        ({"sinks": 2}, "sinks=2 .* set window"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(wrong, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        Attention(**{"width": C, "heads": 4, **wrong})
+
+
+IDS = torch.tensor([0] * 6 + [1] * 7)
+
+
+@pytest.mark.parametrize(
+    "where, says",
+    [
+        ({"positions": torch.arange(4)}, "positions must be of shape"),
+        ({"documents": torch.zeros(4)}, "documents must be of shape"),
+        ({"documents": torch.zeros(3, T)}, "documents must be of shape"),
+        ({"padding": torch.zeros(2, T)}, "padding must be bool"),
+        ({"padding": torch.zeros(T, dtype=torch.bool)}, "padding must be bool"),
+        ({"positions": torch.tensor([*range(4), *range(9)]), "documents": IDS}, "positions must .* increase"),
+        ({"cache": "none"}, "cache must come from layer.cache"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(where, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        made()(inputs(), **where)
+
+
+def test_wrong_inputs_and_caches_are_refused():
+    layer, x = made(), inputs()
+    for bad in (x[0], x[..., :5]):
+        with pytest.raises(ValueError, match=r"x must be \(batch, tokens, width=32\)"):
+            layer(bad)
+    with pytest.raises(ValueError, match="another layer"):
+        layer(x, cache=made().cache())
+    cache = layer.cache()
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match="the cache holds 2 sequences, the call has 1"):
+        layer(x[:1], cache=cache)
+    with pytest.raises(ValueError, match="conv"):
+        made("path")(x, documents=IDS)
+    with pytest.raises(ValueError, match="encoding=None"):
+        Attention(C, 4, encoding=None)(x.float())
