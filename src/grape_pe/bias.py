@@ -31,6 +31,7 @@ Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
 BiasT = TypeVar("BiasT", bound="Bias")
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 # Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
 # most its rate.
@@ -396,6 +397,47 @@ class TileBias(Bias):
         return {f"key.{name}": tensor for name, tensor in self.key.items()}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> TileBias:
+        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
+        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
+        return replace(self, query=query, key=key)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBias(Bias):
+    """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
+
+    `t` and `j` are the indices of the query's and the key's token, integer tensors; `query` and `key` are numbers of
+    those tokens by name, each given as a (B|1, H|1, T) tensor. The function must be elementwise torch code that
+    broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles it for one pair at a time. Either side needs
+    at least one feature, which tells the number of its tokens.
+    """
+
+    function: ScoreFunction
+    query: Mapping[str, Tensor]
+    key: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if not self.query or not self.key:
+            raise ValueError("a ScoreBias needs a feature (B|1, H|1, T) of queries and one of keys; got none")
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        device, shift = (
+            next(iter(self.key.values())).device,
+            (self.key_length or 0) - (self.query_length or 0),
+        )
+        t = torch.arange(rows.start + shift, rows.stop + shift, device=device).view(1, 1, -1, 1)
+        j = torch.arange(cols.start, cols.stop, device=device).view(1, 1, 1, -1)
+        query = {name: x[:, :, rows].unsqueeze(-1) for name, x in self.query.items()}
+        key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
+        return self.function(t, j, query, key).expand(-1, -1, t.shape[2], j.shape[3])
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"query.{name}": tensor for name, tensor in self.query.items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {f"key.{name}": tensor for name, tensor in self.key.items()}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> ScoreBias:
         query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
         key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
         return replace(self, query=query, key=key)

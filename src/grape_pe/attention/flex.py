@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bias import Bias, NoBias, SlopeBias, SlopeTerm
+from ..bias import Bias, NoBias, ScoreBias, SlopeBias, SlopeTerm
 from .masks import Masks
 from .problem import as_two_floats
 from .pruning import Prune
@@ -27,7 +27,7 @@ SHAPES = 256
 
 
 def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
-    if not isinstance(bias, (NoBias, SlopeBias)):
+    if not isinstance(bias, (NoBias, SlopeBias, ScoreBias)):
         return f"a score_mod is a function of one pair of tokens, and a {type(bias).__name__} is not"
     if q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention has no kernel for {q.device.type}"
@@ -41,9 +41,7 @@ def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> s
 
 
 def _learns(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> bool:
-    terms = bias.terms if isinstance(bias, SlopeBias) else ()
-    traces = [x for term in terms for x in (term.c_q, term.c_k, term.rate_q, term.rate_k)]
-    return any(x is not None and x.requires_grad for x in (q, k, v, *traces))
+    return any(x.requires_grad for x in (q, k, v, *bias.views().values(), *bias.traces().values()))
 
 
 @functools.cache
@@ -68,7 +66,11 @@ def attend_flex(
 ) -> tuple[Tensor, None]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    score_mod = _score_mod(bias, q, k) if isinstance(bias, SlopeBias) else None
+    score_mod: Callable[..., Tensor] | None = None
+    if isinstance(bias, SlopeBias):
+        score_mod = _score_mod(bias, q, k)
+    elif isinstance(bias, ScoreBias):
+        score_mod = _own_score_mod(bias, q, k, masks.shift)
     batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
     q, k, v = (_whole_blocks(x) for x in (q, k, v))
     options: dict[str, Any] = {"score_mod": score_mod, "scale": scale}
@@ -132,6 +134,22 @@ def _score_mod(bias: SlopeBias, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
             offset = (c_k[b, h, j] - c_q[b, h, row]) + (low_k[b, h, j] - low_q[b, h, row])
             score = score + (rate_q[b, h, row] + rate_k[b, h, j]) * offset
         return score
+
+    return score_mod
+
+
+def _own_score_mod(bias: ScoreBias, q: Tensor, k: Tensor, shift: int) -> Callable[..., Tensor]:
+    """The function of a `ScoreBias`, with the features of one pair."""
+    sides = ((bias.query, q), (bias.key, k))
+    query, key = (
+        {name: _whole_blocks(x.expand(*q.shape[:2], of.shape[2])).contiguous() for name, x in side.items()}
+        for side, of in sides
+    )
+
+    def score_mod(score: Tensor, b: Index, h: Index, row: Index, j: Index) -> Tensor:
+        mine = {name: x[b, h, row] for name, x in query.items()}
+        theirs = {name: x[b, h, j] for name, x in key.items()}
+        return score + bias.function(row + shift, j, mine, theirs)
 
     return score_mod
 
