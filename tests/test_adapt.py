@@ -241,11 +241,11 @@ def test_padding_anywhere_changes_nothing(name, hidden):
 
 def test_a_call_is_laid_out_once(monkeypatch):
     """Positions and padding are looked at by the first layer only."""
-    from grape_pe.hf import adapter
+    from grape_pe.hf import adapted
 
     model, ids = adapt(pretrained(), "rope+fox"), tokens()
-    calls, real = [], adapter.make_layout
-    monkeypatch.setattr(adapter, "make_layout", lambda *args: calls.append(1) or real(*args))
+    calls, real = [], adapted.make_layout
+    monkeypatch.setattr(adapted, "make_layout", lambda *args: calls.append(1) or real(*args))
     with torch.no_grad():
         cache = model(ids).past_key_values
         model(ids[:, :1], past_key_values=cache)

@@ -65,7 +65,11 @@ def allocate(p: AttentionProblem) -> list[Tensor]:
 
 
 def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    saved = allocate(p)
+    norms, *bounds = allocate(p)
+    saved = [
+        norms,
+        *(bound.zero_() for bound in bounds),
+    ]  # not every call fills them, and the op returns them
     out = p.q.new_empty((*p.q.shape[:3], p.v.shape[-1]))
     lse, work = p.q.new_empty(p.q.shape[:3]), p.q.new_zeros((*p.q.shape[:2], 2), dtype=torch.int64)
     if p.empty:
