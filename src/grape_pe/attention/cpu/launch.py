@@ -61,7 +61,7 @@ def allocate(p: AttentionProblem) -> list[Tensor]:
     terms = 0 if p.c_k is None or p.prune == OFF else p.c_k.shape[0]
     norms = p.q.new_empty((*p.q.shape[:3], 2))
     key_norm = p.q.new_empty((*p.k.shape[:2], tiles), dtype=torch.float64)
-    return [norms, key_norm, p.q.new_empty((terms, *p.q.shape[:2], tiles, 4), dtype=torch.float64)]
+    return [norms, key_norm, p.q.new_zeros((terms, *p.q.shape[:2], tiles, 4), dtype=torch.float64)]
 
 
 def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
