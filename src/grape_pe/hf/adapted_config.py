@@ -43,8 +43,9 @@ class AdaptedFields:
         self.encoding_options = check_options(self.encoding_options)
         self.layer_types = [LAYER_TYPE] * self.num_hidden_layers  # type: ignore[attr-defined]
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        if self._attn_implementation is None:  # type: ignore[has-type]
-            self._attn_implementation = IMPLEMENTATION  # a stock model with this configuration refuses to run
+        config: Any = self
+        if config._attn_implementation is None:
+            config._attn_implementation = IMPLEMENTATION  # a stock model with this configuration refuses to run
         self._check_encoding()
         self._check_attention()
 

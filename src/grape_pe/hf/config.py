@@ -14,11 +14,8 @@ from ..models.config import HF_NAMES, DecoderConfig
 LAYER_TYPE = "grape_attention"
 # Stock configurations refuse this type, so no stock model runs without the encoding. Only a plain PreTrainedConfig,
 # as Trainer reads config.json of a checkpoint, accepts it: it describes no model.
-PreTrainedConfig.__class_validators__ = [  # type: ignore[attr-defined]
-    check
-    for check in PreTrainedConfig.__class_validators__
-    if check.__name__ != "validate_layer_type"  # type: ignore[attr-defined]
-]
+_plain: Any = PreTrainedConfig
+_plain.__class_validators__ = [f for f in _plain.__class_validators__ if f.__name__ != "validate_layer_type"]
 
 
 @strict
