@@ -45,7 +45,9 @@ class AdaptedFields:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         config: Any = self
         if config._attn_implementation is None:
-            config._attn_implementation = IMPLEMENTATION  # a stock model with this configuration refuses to run
+            config._attn_implementation = (
+                IMPLEMENTATION  # a stock model with this configuration refuses to run
+            )
         self._check_encoding()
         self._check_attention()
 
