@@ -12,6 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from grape_pe.hf import GrapeLlamaForCausalLM, adapt, new_parameters
+from grape_pe.hf.adapted import FAMILIES
 from test_adapt import SIZES, close, pretrained, stir, tokens
 
 CASES = [
@@ -201,10 +203,19 @@ def test_stock_processes_refuse_the_configuration(tmp_path):
     assert "trust_remote_code=True" in done.stdout and "loaded: rope+fox" in done.stdout, done.stderr
 
 
-def test_stock_class_refuses_to_run(tmp_path):
-    adapted().save_pretrained(tmp_path)
-    with pytest.raises(TypeError, match="grape model"):
-        LlamaForCausalLM.from_pretrained(tmp_path)(tokens())
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_stock_classes_refuse_the_configuration_after_our_import(kind, tmp_path):
+    model = adapted(kind)
+    model.save_pretrained(tmp_path)
+    stock = next(cls for cls, ours in FAMILIES.items() if ours is type(model))
+    for load in (stock.from_pretrained, stock.config_class.from_pretrained):
+        with pytest.raises(Exception, match="grape_attention"):
+            load(tmp_path)
+    for config in (model.config, AutoConfig.from_pretrained(tmp_path)):
+        with pytest.raises(
+            (TypeError, KeyError), match="grape"
+        ):  # a new model, with the configuration of ours
+            stock(config)(tokens(), use_cache=False)
 
 
 def test_what_config_json_says(tmp_path):

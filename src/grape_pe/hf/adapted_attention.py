@@ -14,10 +14,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
 from ..layers.attention import dense_weights, see
+from .adapted_config import IMPLEMENTATION
 from .cache import layer_of
-
-#: the name of our attention for transformers
-IMPLEMENTATION = "grape"
 
 
 class Adapted(nn.Module):

@@ -15,6 +15,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from .config import LAYER_TYPE, check_options
 
+#: the name of our attention for transformers
+IMPLEMENTATION = "grape"
 #: rotations that can start as the model's own RoPE
 ROTATIONS = ("rope", "grape-m", "grape-m-basis")
 #: kinds of rope_parameters with one fixed spectrum
@@ -41,6 +43,11 @@ class AdaptedFields:
         self.encoding_options = check_options(self.encoding_options)
         self.layer_types = [LAYER_TYPE] * self.num_hidden_layers  # type: ignore[attr-defined]
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        config: Any = self
+        if config._attn_implementation is None:
+            config._attn_implementation = (
+                IMPLEMENTATION  # a stock model with this configuration refuses to run
+            )
         self._check_encoding()
         self._check_attention()
 

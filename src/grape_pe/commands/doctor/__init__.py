@@ -33,20 +33,23 @@ def add_parsers(commands: Commands) -> None:
 def run_doctor(options: argparse.Namespace) -> int:
     from .text import lines
 
+    if options.out is not None:
+        _write(options.out, "", mode="a")  # known before minutes of work
     level = "quick" if options.quick else "full" if options.full else "normal"
     report = examine(level)
     text = json.dumps(report, indent=1)
     if options.out is not None:
-        _write(options.out, text)
+        _write(options.out, text + "\n")
     print(text if options.json else "\n".join(lines(report)))
     if options.out is not None:
         print(f"Written to {options.out}: no paths, user or host names in it.", file=sys.stderr)
     return OK if report["ok"] else CHECK_FAILED
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as problem:
         raise CommandError(f"--out {path} cannot be written: {problem.strerror}") from None
 
