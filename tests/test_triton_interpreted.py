@@ -28,19 +28,16 @@ CASES = [
     Case("slope+path", FP32, **SMALL, heads=4, key_heads=2, probe_heads=4),
     Case("slope2", FP16, **SMALL, batch=2, documents=True, padding=True, window=40),
     Case("bounded", FP32, head_dim=20, value_dim=12, queries=65, keys=100, lse=True),
-    Case("none", FP32, head_dim=16, queries=90, keys=70),
     Case("slope", FP32, head_dim=16, queries=70, keys=70, causal=False, window=20),
-    Case("alibi", FP16, head_dim=16, queries=130, keys=130, steep=8.0, prune="auto"),
-    Case("slope+path", FP32, head_dim=16, heads=4, key_heads=2, probe_heads=4, queries=5, keys=100),
     Case("slope", FP32, head_dim=16, queries=1, keys=1),
 ]
 MANY = [
     Case(bias, dtype, head_dim=16, queries=rows, keys=keys, heads=4, key_heads=2, probe_heads=2, **masks)
     for bias in ("none", "alibi", "slope", "slope2", "path", "bounded", "slope+path")
     for dtype in (FP32, FP16)
-    for rows, keys in ((1, 40), (7, 7), (70, 100), (100, 100))
+    for rows, keys in ((1, 40), (7, 7), (70, 100), (100, 100), (90, 70))
     for masks in ({}, {"documents": True}, {"padding": True, "window": 30})
-    if not (dtype == FP16 and masks)
+    if not (dtype == FP16 and masks) and not ("documents" in masks and rows > keys)
 ]
 
 

@@ -191,7 +191,7 @@ class StreamingCache:
             for name, trace in traces.items():
                 if trace is state:
                     return f"bias.{name}"
-            states[f"state.{len(states)}"] = state[:, :, state.shape[2] - count :]
+            states[f"state.{len(states)}"] = state.narrow(2, state.shape[2] - count, count)
             return f"state.{len(states) - 1}"
 
         return columns, states, named(code.state)

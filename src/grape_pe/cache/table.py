@@ -64,7 +64,8 @@ class Table:
         self._make_room(tokens)
         start, self.length = self.length, self.length + tokens
         for name, tensor in new.items():
-            self.storage[name].narrow(2, start, tokens).copy_(tensor.detach())
+            values = tensor.detach() if tensor.requires_grad else tensor
+            self.storage[name].narrow(2, start, tokens).copy_(values)
 
     def clear(self) -> None:
         """Forget all tokens, keeping the storage."""

@@ -126,9 +126,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The attended values (B, T, C); with `weights` also the dense attention (B, H, T, Tk)."""
         x = layout.pack(x)
-        modules = {"shift": self.kv_shift, "key_norm": self.k_norm}
-        masks = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
-        seen = see(*self.project(x), x, layout, encoding, cache, **modules, **masks)
+        masks: dict[str, Any] = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
+        q, k, v = self.project(x)
+        seen = see(q, k, v, x, layout, encoding, cache, self.kv_shift, self.k_norm, **masks)
         y = self.o_proj(seen.attend().transpose(1, 2).flatten(2))
         return layout.unpack(y), dense_weights(seen, layout, cache) if weights else None
 
