@@ -257,7 +257,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    tensors, results = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    saved = ctx.saved_tensors  # read once: gradient checkpointing allows no second time
+    tensors, results = list(saved[: ctx.count]), list(saved[ctx.count :])
     d_out, d_lse = grads[:2]
     if d_out is None:
         d_out = torch.zeros_like(results[0])

@@ -19,10 +19,13 @@ Arrays = dict[str, Tensor | None]
 SIDES = {"c_q": "cq_stride", "c_k": "ck_stride", "rate_q": "rq_stride", "rate_k": "rk_stride"}
 
 
-@torch.compiler.assume_constant_result
 def available() -> bool:
     """Whether the kernel could be built. torch.compile asks once, while it traces."""
     return build.available()
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the package.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def why_not_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
