@@ -210,8 +210,8 @@ def test_bad_settings_are_refused_by_name(wrong, says):
 
 
 def test_a_half_cropped_cache_is_noticed():
-    """A layer with a window can take back fewer tokens than one without."""
-    model, ids = small(["nope", "nope@w2"]), tokens()
+    """A layer that carries a running state can take back fewer tokens than one without."""
+    model, ids = small(["nope", "grape-m-ctx"]), tokens()
     cache = model.cache(rollback=1)
     with torch.no_grad():
         model(ids, cache=cache)
@@ -219,7 +219,7 @@ def test_a_half_cropped_cache_is_noticed():
             cache.crop(9)
         with pytest.raises(ValueError, match="different numbers of tokens"):
             model(ids[:, :1], cache=cache)
-        model = hf(["nope", "nope@w2"], rollback=1)
+        model = hf(["nope", "grape-m-ctx"], rollback=1)
         cache = DynamicCache(config=model.config)
         model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="take back"):

@@ -240,10 +240,16 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+#: settings that may be lists
+LISTS = ("model.encoding", "model.window")
+
+
 def _nested(name: str, value: Any) -> dict[str, Any]:
     section, _, field = name.partition(".")
-    if isinstance(value, str) and value.strip().startswith(("{", "[")):
+    if isinstance(value, str) and value.strip().startswith("{"):
         value = _parse(value, f"the value of {name}")
+    if name in LISTS and isinstance(value, str) and value.strip().startswith("["):
+        value = _parse(f"list: {value}", f"the value of {name}")["list"]
     return {section: {field: value}} if field else {section: value}
 
 

@@ -57,8 +57,8 @@ class LayerView:
         """(B, H, T, T): the softmax weights."""
         code = self.code
         unit = torch.eye(self.length, dtype=code.q.dtype).expand(*code.k.shape[:2], -1, -1)
-        masks = {"window": self.window, "sinks": self.sinks}
-        return attend(code.q, code.k, unit, bias=code.bias, impl="reference", **masks).double()  # type: ignore[arg-type]
+        masks: dict[str, Any] = {"window": self.window, "sinks": self.sinks}
+        return attend(code.q, code.k, unit, bias=code.bias, impl="reference", **masks).double()
 
 
 @torch.no_grad()
