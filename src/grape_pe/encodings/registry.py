@@ -68,8 +68,8 @@ def register(name: str, cls: type[Encoding], **preset: Any) -> None:
     """Give an encoding of your own a name, so that `build`, models and training find it."""
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise TypeError(f"register expects a subclass of grape_pe.Encoding, got {cls!r}")
-    if name in ENTRIES or "+" in name:
-        raise ValueError(f"{name!r} is taken or contains '+'; choose another name")
+    if name in ENTRIES or "+" in name or "@" in name:
+        raise ValueError(f"{name!r} is taken or contains '+' or '@'; choose another name")
     ENTRIES[name] = Entry(cls, preset)
 
 

@@ -22,8 +22,8 @@ _plain.__class_validators__ = [f for f in _plain.__class_validators__ if f.__nam
 class GrapeConfig(PreTrainedConfig):
     """Sizes under Hugging Face's names, and what is ours: see `DecoderConfig` for what each does.
 
-    `encoding`, `encoding_options`, `shared_encoding`, `kv_shift`, `qk_norm` choose the model; `rollback` is
-    how many tokens its caches can take back.
+    `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`, `qk_norm` choose the model;
+    `rollback` is how many tokens its caches can take back.
     """
 
     model_type = "grape"
@@ -45,8 +45,10 @@ class GrapeConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     tie_word_embeddings: bool = True
-    encoding: str = "rope"
+    encoding: str | list[str] = "rope"
     encoding_options: dict[str, Any] | None = None
+    window: int | list[int | None] | None = None
+    sinks: int = 0
     shared_encoding: bool = False
     kv_shift: bool = False
     qk_norm: bool = True

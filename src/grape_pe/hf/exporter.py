@@ -94,18 +94,28 @@ def longrope(
 def _encodings(model: Source) -> list[Encoding]:
     """The encoding of each layer."""
     if isinstance(model, Decoder):
-        if model.config.kv_shift:
-            raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
+        _check_stock(model.config)
         return [model.model.encoding_of(i) for i in range(model.config.layers)]
     if isinstance(model, GrapeForCausalLM):
-        if model.config.kv_shift:
-            raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
+        _check_stock(model.config.to_decoder())
         return [model.model.encoding_of(i) for i in range(model.config.num_hidden_layers)]
     if isinstance(model, AdaptedForCausalLM):
         return [model.model.encoding or layer.self_attn.encoding for layer in model.model.layers]
     raise TypeError(
         f"export takes a Decoder, a GrapeForCausalLM or an adapted model, got {type(model).__name__}"
     )
+
+
+def _check_stock(config: DecoderConfig) -> None:
+    if config.kv_shift:
+        raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
+    if any(each.window is not None for each in config.by_layer):
+        raise ValueError("window: the exported model would see all tokens; train without a window to export")
+    if len({each.encoding for each in config.by_layer}) > 1:
+        raise ValueError(
+            f"encoding: the exported model has one encoding for all layers, and this one has "
+            f"{config.encoding_label}; train with one encoding to export"
+        )
 
 
 def _rotary(encoding: Encoding) -> Rotary:

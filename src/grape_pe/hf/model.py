@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ..cache import Layout, arrange, check_packing
+from ..cache import Layout, arrange
 from ..encodings import Encoding
 from ..layers import KVShift, RMSNorm
+from ..layers.arguments import check_layers
 from ..models.blocks import EMBEDDING_STD, Block
 from ..models.loss import cross_entropy
 from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
@@ -55,7 +56,7 @@ class GrapeModel(GrapePreTrainedModel):
         super().__init__(config)
         decoder = config.to_decoder()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(GrapeDecoderLayer(decoder) for _ in range(decoder.layers))
+        self.layers = nn.ModuleList(GrapeDecoderLayer(decoder, i) for i in range(decoder.layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.encoding = decoder.build_encoding() if decoder.shared_encoding else None
         self.gradient_checkpointing = False
@@ -83,7 +84,8 @@ class GrapeModel(GrapePreTrainedModel):
         cache = cache_for(self, past_key_values, use_cache)
         layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
         layout = make_layout(x, attention_mask, position_ids, layers)
-        check_packing(self.encoding_of(0), layout)
+        streams = [each.stream for each in layers or () if each.stream is not None]
+        check_layers([self.encoding_of(i) for i in range(len(self.layers))], layout, streams)
         weights = self.config.output_attentions if output_attentions is None else output_attentions
         every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         x, states, attentions = self._blocks(x, layout, layers, bool(weights))

@@ -36,8 +36,14 @@ Checked = TypeVar("Checked", bound=Section)
 class ModelSection(Section):
     """The decoder. 0 stands for what follows from the rest."""
 
-    encoding: str = Field("rope", description="a name, or several joined by +")
+    encoding: str | list[str] = Field(
+        "rope", description="a name, several joined by +, or a list that repeats over the layers"
+    )
     encoding_options: dict[str, Any] = Field({}, description="options of the encoding, as YAML: {period: 64}")
+    window: int | list[int | None] | None = Field(
+        None, description="tokens a token sees; a list repeats over the layers"
+    )
+    sinks: Natural = Field(0, description="first tokens visible outside the window")
     kv_shift: bool = Field(False, description="mix each key and value with the previous one")
     width: Positive = 128
     layers: Positive = 4
@@ -56,7 +62,9 @@ class ModelSection(Section):
         size = self.vocab_size or -(-vocab_size // 64) * 64
         try:
             config = DecoderConfig(**{**self.model_dump(), "vocab_size": size or 64})
-            config.build_encoding()
+            first = {each.encoding: i for i, each in reversed(list(enumerate(config.by_layer)))}
+            for layer in first.values():
+                config.build_encoding(layer)
         except (TypeError, ValueError) as problem:
             raise LabError(f"model: {problem}") from None
         return config
@@ -232,10 +240,16 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+#: settings that may be lists
+LISTS = ("model.encoding", "model.window")
+
+
 def _nested(name: str, value: Any) -> dict[str, Any]:
     section, _, field = name.partition(".")
     if isinstance(value, str) and value.strip().startswith("{"):
         value = _parse(value, f"the value of {name}")
+    if name in LISTS and isinstance(value, str) and value.strip().startswith("["):
+        value = _parse(f"list: {value}", f"the value of {name}")["list"]
     return {section: {field: value}} if field else {section: value}
 
 

@@ -168,7 +168,9 @@ def inspect_checkpoint(directory: Path) -> Inspection:
         )
     tokens, words, about = _sample_text(directory, model)
     views = observe(model, tokens)
-    return _inspection(str(directory), model.config.encoding, about, views, picture(model, tokens, words))
+    return _inspection(
+        str(directory), model.config.encoding_label, about, views, picture(model, tokens, words)
+    )
 
 
 def _sample_text(where: Path, model: Decoder) -> tuple[Tensor, list[str], str]:

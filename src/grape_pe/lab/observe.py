@@ -39,6 +39,8 @@ class LayerView:
     data: Sample
     code: Encoded
     shifts: dict[str, Tensor] = field(default_factory=dict)
+    window: int | None = None
+    sinks: int = 0
 
     @property
     def length(self) -> int:
@@ -55,7 +57,8 @@ class LayerView:
         """(B, H, T, T): the softmax weights."""
         code = self.code
         unit = torch.eye(self.length, dtype=code.q.dtype).expand(*code.k.shape[:2], -1, -1)
-        return attend(code.q, code.k, unit, bias=code.bias, impl="reference").double()
+        masks: dict[str, Any] = {"window": self.window, "sinks": self.sinks}
+        return attend(code.q, code.k, unit, bias=code.bias, impl="reference", **masks).double()
 
 
 @torch.no_grad()
@@ -77,7 +80,11 @@ def observe(model: Decoder, tokens: Tensor) -> list[LayerView]:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return [LayerView(i, *each, gates[i]) for i, each in enumerate(seen)]
+    layers = [block.self_attn for block in model.model.layers]
+    return [
+        LayerView(i, *each, gates[i], layers[i].window, layers[i].sinks)  # type: ignore[union-attr,arg-type]
+        for i, each in enumerate(seen)
+    ]
 
 
 def _keeper(seen: list[tuple[Encoding, Sample, Encoded]]) -> Callable[..., None]:

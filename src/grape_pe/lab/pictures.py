@@ -54,7 +54,7 @@ def picture(model: Decoder, tokens: Tensor, words: list[str]) -> dict[str, Any]:
     config = model.config
     return {
         **picture_of(_spread(views, LAYERS), words),
-        "encoding": config.encoding,
+        "encoding": config.encoding_label,
         "kv_shift": config.kv_shift,
         "layers_total": config.layers,
         "heads_total": config.heads,
@@ -73,7 +73,9 @@ def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, An
     """The picture of layers that were observed."""
     at, fine = distances(views[0].length), _fine(views[0].length)
     attention = {view.layer: view.attention() for view in views}
-    biased = views[0].bias() is not None
+    biased = all(view.bias() is not None for view in views)
+    different = {view.encoding.spec: view for view in views}.values()
+    broken = [why for view in views if (why := view.encoding.breaks_relative_law) is not None]
     return {
         "version": VERSION,
         "tokens": views[0].length,
@@ -85,15 +87,15 @@ def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, An
         "spectrum": [entry for view in views for entry in _spectrum(view)],
         "gates": [entry for view in views for entry in _gates(view)],
         "singular": [entry for view in views for entry in _singular(view, at)],
-        "singular_about": singular_values(views[0], at)[1],
+        "singular_about": "; ".join(dict.fromkeys(singular_values(view, at)[1] for view in different)),
         "reach": [entry for view in views for entry in _reach(view, attention[view.layer], at)],
         "heatmap_of": "bias" if biased else "attention",
         "heatmaps": [
             entry
             for view in views
-            for entry in _heatmaps(view.layer, _or(view.bias(), attention[view.layer]))
+            for entry in _heatmaps(view.layer, _or(view.bias() if biased else None, attention[view.layer]))
         ],
-        "breaks_relative_law": views[0].encoding.breaks_relative_law,
+        "breaks_relative_law": "; ".join(dict.fromkeys(broken)) or None,
     }
 
 

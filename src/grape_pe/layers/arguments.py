@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,3 +96,15 @@ def _tail(cache: StreamingCache | None, batch: int) -> Tail | None:
     if tail is not None and len(tail.lengths) != batch:
         raise ValueError(f"the cache holds {len(tail.lengths)} sequences, the call has {batch}")
     return tail
+
+
+def check_layers(encodings: Sequence[Encoding], layout: Layout, caches: Sequence[StreamingCache]) -> None:
+    """What must hold in every layer of a model: packing is possible, and caches hold the same tokens."""
+    if layout.documents is not None:
+        for encoding in encodings:
+            check_packing(encoding, layout)
+    if caches and any(cache.sequences.lengths != caches[0].sequences.lengths for cache in caches[1:]):
+        raise ValueError(
+            "the layers of the cache hold different numbers of tokens, because a crop was refused by one of "
+            "them; reset the cache and fill it again"
+        )

@@ -32,11 +32,11 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and SwiGLU, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.width, self.depth = config.width, config.layers
         self.input_layernorm = RMSNorm(config.width, config.norm_eps)
-        self.self_attn = config.build_attention()
+        self.self_attn = config.build_attention(layer)
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = SwiGLU(config)
 

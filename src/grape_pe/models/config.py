@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..encodings import Encoding, build
 from ..layers import Attention
+from .by_layer import LayerSetting, label, layer_settings, options_for
 
 #: our names and those of Hugging Face's configurations, in which models are saved
 HF_NAMES = {
@@ -21,6 +22,8 @@ HF_NAMES = {
     "head_dim": "head_dim",
     "encoding": "encoding",
     "encoding_options": "encoding_options",
+    "window": "window",
+    "sinks": "sinks",
     "shared_encoding": "shared_encoding",
     "kv_shift": "kv_shift",
     "qk_norm": "qk_norm",
@@ -38,7 +41,11 @@ class DecoderConfig:
         width: features of the residual stream. layers: blocks.
         heads: query heads. kv_heads: key heads, if fewer. head_dim: width / heads unless given.
         hidden: features inside the SwiGLU, floor(8/3 width) unless given.
-        encoding: a name for `grape.build`, such as "grape-m+grape-ap"; encoding_options: its options.
+        encoding: a name for `grape.build`, such as "grape-m+grape-ap"; or a list of names, which repeats over
+            the layers. "grape-m@w128" also sets the window of its layers.
+        encoding_options: options of the encoding; of several, each gets those it has.
+        window: a token sees fewer than `window` tokens back, itself included; a list repeats over the layers,
+            with None for layers that see all tokens. sinks: first tokens visible outside every window.
         shared_encoding: one encoding for the whole model instead of one for each layer.
         kv_shift: mix each key and value with the previous one.
         qk_norm: RMS-normalise queries and keys before they are encoded.
@@ -52,8 +59,10 @@ class DecoderConfig:
     kv_heads: int = 0
     head_dim: int = 0
     hidden: int = 0
-    encoding: str = "rope"
+    encoding: str | Sequence[str] = "rope"
     encoding_options: Mapping[str, Any] = field(default_factory=dict)
+    window: int | Sequence[int | None] | None = None
+    sinks: int = 0
     shared_encoding: bool = False
     kv_shift: bool = False
     qk_norm: bool = True
@@ -70,6 +79,28 @@ class DecoderConfig:
             raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         if not isinstance(self.encoding_options, Mapping):
             raise TypeError(f"encoding_options must be a mapping, got {self.encoding_options!r}")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        self._fill("sinks", 0)
+        for name in ("encoding", "window"):
+            if isinstance(self.__dict__[name], tuple):  # config.json holds lists
+                object.__setattr__(self, name, list(self.__dict__[name]))
+        names = list(dict.fromkeys(each.encoding for each in self.by_layer))
+        if self.shared_encoding and len(names) > 1:
+            raise ValueError(
+                f"shared_encoding needs one encoding for all layers, got {', '.join(names)}; windows may differ"
+            )
+
+    @property
+    def by_layer(self) -> list[LayerSetting]:
+        """Encoding and window of each layer."""
+        return layer_settings(self.encoding, self.window, self.sinks, self.layers)
+
+    @property
+    def encoding_label(self) -> str:
+        """The encodings in one line."""
+        return label(self.encoding)
 
     def _fill(self, name: str, value: int) -> None:
         if self.__dict__[name] in (0, None):
@@ -91,25 +122,32 @@ class DecoderConfig:
         """The paper's large model: 36 layers, 10 heads of 128, 772M parameters."""
         return cls(**{"width": 1280, "layers": 36, "heads": 10, **changes})
 
-    def build_encoding(self) -> Encoding:
+    def build_encoding(self, layer: int = 0) -> Encoding:
+        name = self.by_layer[layer].encoding
         return build(
-            self.encoding,
+            name,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             width=self.width,
-            **self.encoding_options,
+            **self.options_of(name),
         )
 
-    def build_attention(self) -> Attention:
-        """The attention of one layer; without an encoding of its own if the layers share one."""
+    def options_of(self, name: str) -> dict[str, Any]:
+        return options_for(name, [each.encoding for each in self.by_layer], self.encoding_options)
+
+    def build_attention(self, layer: int) -> Attention:
+        """The attention of a layer; without an encoding of its own if the layers share one."""
+        own = self.by_layer[layer]
         return Attention(
             self.width,
             self.heads,
             self.kv_heads,
             self.head_dim,
-            encoding=None if self.shared_encoding else self.encoding,
-            encoding_options=self.encoding_options,
+            encoding=None if self.shared_encoding else own.encoding,
+            encoding_options=self.options_of(own.encoding),
+            window=own.window,
+            sinks=0 if own.window is None else self.sinks,
             qk_norm=self.qk_norm,
             kv_shift=self.kv_shift,
             norm_eps=self.norm_eps,

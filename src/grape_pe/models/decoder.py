@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
-from ..layers import RMSNorm
-from ..layers.arguments import call_layout
+from ..layers import Attention, RMSNorm
+from ..layers.arguments import call_layout, check_layers
 from .blocks import EMBEDDING_STD, Block
 from .config import DecoderConfig
 from .loss import cross_entropy
@@ -55,7 +55,7 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.encoding = config.build_encoding() if config.shared_encoding else None
 
@@ -66,6 +66,9 @@ class Trunk(nn.Module):
             block.reset_parameters()  # type: ignore[operator]
         if self.encoding is not None:
             self.encoding.reset_parameters()
+
+    def encodings(self) -> list[Encoding]:
+        return [self.encoding_of(i) for i in range(len(self.layers))]
 
     def encoding_of(self, layer: int) -> Encoding:
         own = self.layers[layer].self_attn.encoding  # type: ignore[union-attr]
@@ -154,6 +157,7 @@ class Decoder(nn.Module):
         """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
         first = None if cache is None else cache.layers[0]
         layout = call_layout(tokens, self.model.encoding_of(0), positions, documents, padding, first)
+        check_layers(self.model.encodings(), layout, [] if cache is None else cache.layers)
         checkpointing = self.gradient_checkpointing and self.training and cache is None
         return self.model(tokens, layout, cache, checkpointing)  # type: ignore[no-any-return]
 
@@ -166,11 +170,19 @@ class Decoder(nn.Module):
     ) -> DecoderCache:
         """An empty cache for decoding; `capacity` preallocates, `rollback` bounds `crop`.
 
-        With a `window`, a token sees fewer than so many tokens back, in every layer, and the `sinks` first.
+        With a `window`, a token sees fewer than so many tokens back, in every layer that has no smaller window
+        of its own, and the `sinks` first.
         """
-        settings = {"window": window, "sinks": sinks, "capacity": capacity, "rollback": rollback}
-        layers = [
-            block.self_attn.make_cache(self.model.encoding_of(i), **settings)  # type: ignore[union-attr,operator]
-            for i, block in enumerate(self.model.layers)
-        ]
+        if sinks and window is None:
+            raise ValueError(
+                f"sinks={sinks} keeps the first tokens visible outside a window; set window as well"
+            )
+        layers = []
+        for i, block in enumerate(self.model.layers):
+            layer: Attention = block.self_attn  # type: ignore[assignment]
+            limits = {}
+            if window is not None and (layer.window is None or window < layer.window):
+                limits = {"window": window, "sinks": sinks}
+            encoding = self.model.encoding_of(i)
+            layers.append(layer.make_cache(encoding, capacity=capacity, rollback=rollback, **limits))
         return DecoderCache(layers)
