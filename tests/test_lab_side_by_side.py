@@ -75,12 +75,14 @@ def test_the_others_save_and_strangers_live(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
+import signal
 import sys
 from pathlib import Path
 from grape_pe.lab.side_by_side import Task, run_side_by_side
 from test_lab_side_by_side import save_when_asked
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     begun, saved = map(Path, sys.argv[1:])
     try:
         run_side_by_side([Task("a", save_when_asked, (begun, saved))], 1)

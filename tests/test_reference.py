@@ -62,7 +62,8 @@ def test_against_a_loop(data):
     q, bias = code.q[:, :, rows], code.bias.queries(rows)
     scale = data.draw(st.sampled_from([None, 0.3]))
     got = grape.attend(q, code.k, tokens.v, bias=bias, scale=scale, impl="reference", **masks)
-    want = by_hand(q, code.k, tokens.v, bias, *masks.values(), 0.5 if scale is None else scale)
+    used = 0.5 if scale is None else scale
+    want = by_hand(q, code.k, tokens.v, bias.at_scale(used), *masks.values(), used)
     assert (got - want).abs().max() < testing.TOL[torch.float64]
 
 
