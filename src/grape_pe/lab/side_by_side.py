@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -66,6 +67,7 @@ def _start(task: Task, place: int) -> _Running:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Ctrl-C reaches this process only: a child inherits the blocked signal, and is stopped by SIGTERM."""
+    resource_tracker.ensure_running()  # starting it later, with the first process, would unblock the signal
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
