@@ -147,7 +147,7 @@ def query_kernel(
             )
             if HAS_PATH:
                 border = (top // BORDER) * TQ
-                at_border = live_q & ((top + 1) % BORDER == 0)
+                at_border = live_q & ((top + 1 + 0 * i) % BORDER == 0)  # a tensor, as in keys_kernel
                 tl.store(CARRY + border, carry + carry_low, mask=at_border)
                 tl.store(RIGHT + border, right, mask=at_border)
                 probe = load_rows(PROBE_K, top + 1, -n, P, j + 1 < TK, P, BLOCK_P, phase == 0)

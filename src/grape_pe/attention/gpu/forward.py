@@ -59,7 +59,8 @@ def keys_kernel(
     v = load_rows(V + b * stride_vb + hk * stride_vh, start, step, stride_vt, live, DV, BLOCK_DV, True)
     k = k.to(tl.float32)
     poison = tl.sum(k * 0.0, 1) + tl.sum(v.to(tl.float32) * 0.0, 1)
-    tl.store(POISON + (b * HKV + hk) * TK + j, poison, mask=(j < TK) & (h % (H // HKV) == 0))
+    member = h % (H // HKV) + 0 * j  # a tensor: the interpreter takes no mask made from a number
+    tl.store(POISON + (b * HKV + hk) * TK + j, poison, mask=(j < TK) & (member == 0))
     if PRUNE:
         BOUNDS += bh * (1 + 4 * R) * patches + n
         norm = tl.where(poison == 0.0, tl.sqrt(tl.sum(k * k, 1)), float("inf"))
