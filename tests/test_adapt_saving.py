@@ -257,6 +257,10 @@ def test_other_attention_is_refused(tmp_path):
         model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="would lose the encoding"):
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with pytest.raises(ValueError, match="would lose the encoding"):  # a stock class would run without it
+        LlamaForCausalLM._from_config(model.config, attn_implementation="sdpa")
+    with pytest.raises(TypeError, match="belongs to models changed by"):
+        LlamaForCausalLM(model.config)(tokens(), use_cache=False)
 
 
 @pytest.mark.parametrize("option", [{"base": 5e5}, {"layout": "interleaved"}, {"grape-m": {"coords": 2}}])

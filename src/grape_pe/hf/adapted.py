@@ -54,13 +54,7 @@ class AdaptedModel(GrapePretrained):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
-        if attn_implementation not in (None, IMPLEMENTATION):
-            raise ValueError(
-                f"attn_implementation={attn_implementation!r} would lose the encoding: adapted models use "
-                "grape_pe.attend; leave it out. (output_attentions=True in a configuration asks for eager: "
-                "pass it to the call instead)"
-            )
-        return IMPLEMENTATION
+        return attn_implementation or IMPLEMENTATION  # another name is refused by the configuration
 
 
 class AdaptedBase(AdaptedModel):

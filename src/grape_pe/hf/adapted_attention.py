@@ -75,7 +75,8 @@ def _no_mask(*_: Any, **__: Any) -> None:
 def _unreachable(module: nn.Module, *_: Any, **__: Any) -> Any:
     raise TypeError(
         f"attn_implementation={IMPLEMENTATION!r} belongs to models changed by grape_pe.hf.adapt, "
-        f"and {type(module).__name__} is not; use sdpa"
+        f"and {type(module).__name__} is not; load the model with AutoModelForCausalLM after import grape_pe, "
+        "or, for a stock model, use attn_implementation='sdpa'"
     )
 
 

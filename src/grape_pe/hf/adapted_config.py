@@ -43,13 +43,25 @@ class AdaptedFields:
         self.encoding_options = check_options(self.encoding_options)
         self.layer_types = [LAYER_TYPE] * self.num_hidden_layers  # type: ignore[attr-defined]
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        config: Any = self
-        if config._attn_implementation is None:
-            config._attn_implementation = (
-                IMPLEMENTATION  # a stock model with this configuration refuses to run
-            )
+        self._attn_implementation = IMPLEMENTATION
         self._check_encoding()
         self._check_attention()
+
+    @property
+    def _attn_implementation_internal(self) -> str | None:
+        """transformers' field for the name of the attention function."""
+        return self.__dict__.get("_attn_implementation_internal")
+
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, name: str | None) -> None:
+        """Only ours, or none yet: a stock class that gets another name would run without the encoding."""
+        if name not in (None, IMPLEMENTATION):
+            raise ValueError(
+                f"attn_implementation={name!r} would lose the encoding: adapted models use grape_pe.attend; "
+                "leave it out. (output_attentions=True in a configuration asks for eager: pass it to the "
+                "call instead)"
+            )
+        self.__dict__["_attn_implementation_internal"] = name
 
     def validate_layer_type(self) -> None:
         """A type that stock models do not know, so that they refuse config.json."""
