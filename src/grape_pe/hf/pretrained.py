@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..encodings import Encoding
@@ -22,7 +22,14 @@ class GrapePretrained(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False  # backends that bring their own attention would lose the bias
-    _can_compile_fullgraph = False
+    _can_compile_fullgraph = True
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor | None:
+        """For static caches: the part of the mask for the new tokens, whose shape is the same in every step."""
+        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """Never as custom code: transformers skips custom modules without parameters of their own."""
