@@ -77,7 +77,7 @@ class Place:
         where = self._positions(step, positions, order)
         valid = None if taken is None else step < taken.unsqueeze(-1)
         _require(self._increase(where, valid, fresh), readable, INCREASE)
-        _require((slots < capacity).all(), readable, FULL.format(capacity=capacity))
+        _require((slots < capacity).all(), readable, FULL)
         last = where[:, -1]
         if taken is not None:
             last = where.gather(1, (taken - 1).clamp(min=0).unsqueeze(-1))[:, 0]
@@ -104,7 +104,9 @@ class Place:
 
     def _increase(self, where: Tensor, valid: Tensor | None, fresh: bool) -> Tensor:
         """Whether positions increase, from those before on; not asked of padding."""
-        first = torch.ones_like(where[:, :1], dtype=torch.bool) if fresh else where[:, :1] >= self.next[:, None]
+        first = (
+            torch.ones_like(where[:, :1], dtype=torch.bool) if fresh else where[:, :1] >= self.next[:, None]
+        )
         rises = torch.cat([first, where[:, 1:] > where[:, :-1]], 1)
         return (rises if valid is None else rises | ~valid).all()
 
@@ -135,7 +137,9 @@ class StaticCache:
         key_norm: nn.Module | None = None,
     ) -> None:
         if encoding.lookback > 1:
-            raise ValueError(f"{encoding!r} reads several earlier tokens, which a static cache does not keep; {USE}")
+            raise ValueError(
+                f"{encoding!r} reads several earlier tokens, which a static cache does not keep; {USE}"
+            )
         self.encoding, self.capacity, self.shift, self.key_norm = encoding, capacity, shift, key_norm
         self.window, self.sinks = window, sinks
         self.tokens: dict[str, Tensor] = {}  # (B, H, S, …)
@@ -148,19 +152,21 @@ class StaticCache:
             self.encoding, q, k, v, x, layout, self.shift, self.key_norm, state, shifted
         )  # fmt: skip
         traces = {f"bias.{name}": trace for name, trace in code.bias.traces().items()}
-        self._write({"k": code.k, "v": v, **traces}, (code.state, shifted), layout, code.bias)
+        with torch.no_grad():
+            self._write({"k": code.k, "v": v, **traces}, (code.state, shifted), layout, code.bias)
         if layout.fresh:
             masks = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
             return Seen(code.q, code.k, v, code.bias, masks)
         if torch.is_grad_enabled() and code.q.requires_grad:
-            raise ValueError(f"a static cache has no gradients: call the model under torch.no_grad(), or {USE}")
+            raise ValueError(
+                f"a static cache has no gradients: call the model under torch.no_grad(), or {USE}"
+            )
         held = {name.removeprefix("bias."): self.tokens[name] for name in traces}
         bias = code.bias.replaced(held) if held else code.bias
         visible = layout.visible(self.capacity, self.window, self.sinks)
         k, v = self.tokens["k"], self.tokens["v"]
         return StaticSeen(code.q, k, v, bias, {}, slots=layout.slots, visible=visible)
 
-    @torch.no_grad()
     def _write(self, columns: dict[str, Tensor], state: Any, layout: StaticLayout, bias: Bias) -> None:
         batch, count = layout.slots.shape
         if layout.fresh and (not self.tokens or len(self.tokens["k"]) != batch):
@@ -250,11 +256,12 @@ def _path_rows(bias: PathBias, rows: slice, t: Tensor) -> Tensor:
     return bias.rate.unsqueeze(-1) * total.repeat_interleave(bias.rate.shape[1] // total.shape[1], 1)
 
 
-USE = 'use cache_implementation="dynamic" (the default)'
+# single quotes: torch 2.13 does not escape double ones when it writes an assertion's message into C++
+USE = "use cache_implementation='dynamic' (the default)"
 INCREASE = (
     f"position_ids must go on from those before and increase: a static cache holds no packed documents; {USE}"
 )
-FULL = "the static cache is full: it holds {capacity} tokens; set a larger max_cache_len"
+FULL = "the static cache is full: it holds max_cache_len tokens; set a larger max_cache_len"
 
 
 def _require(ok: Tensor, readable: bool, message: str) -> None:

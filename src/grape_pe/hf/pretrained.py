@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,9 +28,11 @@ class GrapePretrained(PreTrainedModel):
     @staticmethod
     def create_masks_for_generate(
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> Tensor | None:
-        """For static caches: the part of the mask for the new tokens, whose shape is the same in every step."""
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+    ) -> Tensor:
+        """For static caches: the mask of the new tokens, of one shape in every step, so that one graph serves all."""
+        if attention_mask is None:
+            return torch.ones(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
+        return attention_mask[:, -inputs_embeds.shape[1] :]
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """Never as custom code: transformers skips custom modules without parameters of their own."""

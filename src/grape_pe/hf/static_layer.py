@@ -77,8 +77,8 @@ class GrapeStaticLayer(StaticLayer):
         self.reorder_cache(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.place is not None:
-            self.reorder_cache(torch.arange(len(self.place.lengths)).repeat_interleave(repeats))
+        if self.keys is not None:
+            self.reorder_cache(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of what is held, not of the model's modules it belongs to."""
