@@ -241,7 +241,7 @@ def test_refused_by_name():
     with pytest.raises(ValueError, match="offloaded caches are not supported"):
         generate(model, ids, cache_implementation="offloaded_static")
     cache = filled(model, ids, 12)
-    with pytest.raises(ValueError, match="cannot take tokens back.*dynamic"):
+    with pytest.raises(ValueError, match=r"cannot take tokens back.*dynamic"):
         cache.crop(-2)
     with pytest.raises(ValueError, match="holds 2 sequences, the call has 1"), torch.no_grad():
         model(ids[:1], past_key_values=cache)
@@ -260,8 +260,8 @@ def test_what_only_values_show_is_refused_too(compile_it):
     error = RuntimeError if compile_it else ValueError
     packed = torch.tensor([[*range(5), *range(4)]])
     with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=12)
         with pytest.raises(ValueError, match="no packed documents"):
-            cache = StaticCache(config=model.config, max_cache_len=12)
             model(ids, position_ids=packed, past_key_values=cache)
         with pytest.raises(error, match="no packed documents"):
             step(ids[:, :1], position_ids=torch.tensor([[3]]), past_key_values=filled(model, ids))

@@ -62,7 +62,7 @@ class Place:
         self, count: int, capacity: int, fresh: bool, positions: Tensor | None, padding: Tensor | None
     ) -> StaticLayout:
         """The layout of `count` new tokens; the sequences then stand after them."""
-        batch, device = len(self.lengths), self.lengths.device
+        device = self.lengths.device
         readable = not torch.compiler.is_compiling() and (count > 1 or device.type == "cpu")
         if padding is not None and readable and not bool(padding.any()):
             padding = None
