@@ -21,7 +21,7 @@ from ..bias import LINKS, Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
 from ..precision import without_autocast
 from .layout import Layout
-from .seen import Seen, encode
+from .seen import Norms, Seen, encode
 from .table import take
 
 #: queries whose rows of the bias are formed at a time, when several tokens come at once
@@ -135,22 +135,22 @@ class StaticCache:
         sinks: int = 0,
         shift: nn.Module | None = None,
         key_norm: nn.Module | None = None,
+        norm_after: Norms | None = None,
     ) -> None:
         if encoding.lookback > 1:
             raise ValueError(
                 f"{encoding!r} reads several earlier tokens, which a static cache does not keep; {USE}"
             )
-        self.encoding, self.capacity, self.shift, self.key_norm = encoding, capacity, shift, key_norm
-        self.window, self.sinks = window, sinks
+        self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
+        self.capacity, self.window, self.sinks = capacity, window, sinks
         self.tokens: dict[str, Tensor] = {}  # (B, H, S, …)
         self.state: Any = None  # of encoding and shift: nested tuples of (B, n, 1, …)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: StaticLayout) -> Seen:
         """Write packed tokens and return all they see."""
         state, shifted = (None, None) if layout.fresh else self.state
-        code, v, shifted = encode(
-            self.encoding, q, k, v, x, layout, self.shift, self.key_norm, state, shifted
-        )  # fmt: skip
+        norms = self.key_norm, self.norm_after
+        code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, *norms, state, shifted)
         traces = {f"bias.{name}": trace for name, trace in code.bias.traces().items()}
         with torch.no_grad():
             self._write({"k": code.k, "v": v, **traces}, (code.state, shifted), layout, code.bias)
@@ -196,7 +196,7 @@ class StaticCache:
         return twin
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class StaticSeen(Seen):
     """Queries and all slots: `visible` (B, 1, T, S) says which a query sees."""
 

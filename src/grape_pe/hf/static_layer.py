@@ -36,7 +36,8 @@ class GrapeStaticLayer(StaticLayer):
         """The cache of this layer; made now, with the settings of the one that `make` makes, if there is none."""
         if self.store is None:
             like = make(encoding)
-            settings = {name: getattr(like, name) for name in ("window", "sinks", "shift", "key_norm")}
+            names = ("window", "sinks", "shift", "key_norm", "norm_after")
+            settings = {name: getattr(like, name) for name in names}
             self.store = StaticCache(encoding, capacity=self.max_cache_len, **settings)
         return self.store
 
