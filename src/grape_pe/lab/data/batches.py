@@ -18,7 +18,6 @@ from ..errors import LabError
 from .dataset import Dataset
 from .permutation import permute
 
-
 #: seed and epoch of the order of validation windows: a fixed one
 VALIDATION_ORDER = (0, 0)
 

@@ -291,9 +291,7 @@ def _write_all(
             progress.save(directory)
 
 
-def _write(
-    chunk: EncodedChunk, writers: Writers, progress: _Progress, held_out: HeldOut, eos: int
-) -> bool:
+def _write(chunk: EncodedChunk, writers: Writers, progress: _Progress, held_out: HeldOut, eos: int) -> bool:
     """Add a chunk's documents to their streams; False once there are enough tokens."""
     most = progress.settings["max_tokens"]
     for document in chunk.documents():
