@@ -22,8 +22,8 @@ from .base import Encoded, Encoding, HeadShape, State, Tokens
 class PaTH(Encoding):
     """Directions w and strengths beta = 2 sigmoid(.) from the input, for each key head.
 
-    `rank` of the direction's projection, `conv` the width of the short causal convolution on it
-    (0 for none).
+    `rank` of the direction's projection, `conv` the width of the short causal convolution on it, which a
+    SiLU follows (0 for neither).
     """
 
     transforms = True
@@ -69,7 +69,8 @@ class PaTH(Encoding):
             before = torch.cat([F.pad(state, (tail, 0))[..., state.shape[-1] :].to(features), features], -1)
         if features.shape[-1] == 0:
             return features, before
-        return F.conv1d(before, self.conv.weight.to(before.dtype), groups=self.conv.groups), before
+        convolved = F.conv1d(before, self.conv.weight.to(before.dtype), groups=self.conv.groups)
+        return F.silu(convolved), before
 
 
 def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:
