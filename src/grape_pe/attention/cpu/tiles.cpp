@@ -371,7 +371,7 @@ static void add_lanes(double *to, int n, vf x) {
 }
 
 struct Backward : Block {
-    std::vector<float> dOT, dp, dz, q_scaled, dq, dpq, paths, slopes;  // paths, slopes: of all tiles, for one block
+    std::vector<float> dOT, dp, dz, q_scaled, dq, dpqT, paths, slopes;  // paths, slopes: of all tiles, for one block
     alignas(64) float before_high[BQ], before_low[BQ];                 // path: sum of dS(t, j) over the j to the left
     alignas(64) float lse[BQ], delta[BQ];
     std::vector<double> rate_sum, rate_mean, c_sum;  // (R, BQ)
@@ -380,7 +380,7 @@ struct Backward : Block {
     long split = 0;
 
     explicit Backward(const Problem &p)
-        : Block(p), dOT(p.Dv * BQ), dp(TILE), dz(p.P ? TILE : 0), q_scaled(BQ * p.D), dq(BQ * p.D), dpq(BQ * p.P),
+        : Block(p), dOT(p.Dv * BQ), dp(TILE), dz(p.P ? TILE : 0), q_scaled(BQ * p.D), dq(BQ * p.D), dpqT(p.P * BQ),
           paths(p.P ? tiles * TILE : 0), slopes(paths.size()), rate_sum(p.R * BQ), rate_mean(p.R * BQ),
           c_sum(p.R * BQ), todo(tiles) {}
 
@@ -510,7 +510,7 @@ struct Backward : Block {
         long probe = b * p.HP + h / (p.H / p.HP);
         float *d_key = p.d_probe_k + ((split * p.B * p.H + bh) * p.Tk + j0) * p.P;
         gemm(nj, p.P, nt, dz.data(), BQ, 1, p.probe_q + (probe * p.Tq + t0) * p.P, p.P, d_key, p.P, true);
-        gemm(nt, p.P, nj, dz.data(), 1, BQ, probe_k + j0 * p.P, p.P, dpq.data(), p.P, true);
+        gemm(p.P, lanes, nj, probe_k + j0 * p.P, 1, p.P, dz.data(), BQ, dpqT.data(), BQ, true);
     }
 
     bool anything_before() const {
@@ -551,7 +551,7 @@ struct Backward : Block {
             drift[t] = path_sum[t] = path_mean[t] = 0;
         }
         for (auto *sums : {&rate_sum, &rate_mean, &c_sum}) std::fill(sums->begin(), sums->end(), 0.0);
-        for (auto *sums : {&dq, &dpq}) std::fill(sums->begin(), sums->end(), 0.0f);
+        for (auto *sums : {&dq, &dpqT}) std::fill(sums->begin(), sums->end(), 0.0f);
         transpose(p.d_out + row * p.Dv, p.Dv, 1, dOT.data());
         for (long t = 0; t < nt; t++)  // a row that is not finite has weights NaN or 0, and 0 x NaN would spread
             for (long d = 0; d < p.D; d++)
@@ -572,7 +572,7 @@ struct Backward : Block {
             d_rate += path_sum[t] - extra * path_mean[t];
         }
         for (long i = 0; i < nt * p.D; i++) p.d_q[row * p.D + i] = dq[i] * p.scale;
-        for (long i = 0; p.d_probe_q && i < nt * p.P; i++) p.d_probe_q[row * p.P + i] = dpq[i];
+        for (long i = 0; p.d_probe_q && i < nt * p.P; i++) p.d_probe_q[row * p.P + i] = dpqT[i % p.P * BQ + i / p.P];
     }
 
     void run(long head, long block) {
