@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .figure import Figure, Trace, View, axis, heatmap, one_view, plot_text, short
-from .ranking import Row, loss_blocks, ranking
-from .results import Arm, LanguageRun, Results, TaskScore
+from .ranking import Kind, Row, loss_blocks, ranking, scored_by, task_blocks
+from .results import ArmResults, Results
 from .statistics import Blocks
+from .stored import Evaluation, Score
 from .style import Style
+from .tables import SCORED
 
 Looks = Mapping[str, Style]
-Kind = Literal["exact", "token"]
-KINDS: dict[Kind, str] = {"exact": "samples solved exactly", "token": "tokens of answers that are right"}
 SCORE_SCALE = [[0.0, "var(--score-0)"], [0.5, "var(--score-1)"], [1.0, "var(--score-2)"]]
 ROW_HEIGHT = 26
 
@@ -105,7 +105,7 @@ def cost_figures(results: Results, looks: Looks) -> list[Figure]:
 
 
 def _bars(
-    results: Results, looks: Looks, key: str, title: str, of: Callable[[LanguageRun], float | None],
+    results: Results, looks: Looks, key: str, title: str, of: Callable[[Evaluation], float | None],
     unit: float, label: str, caption: str,
 ) -> Figure:  # fmt: skip
     arms = {arm.label: arm for arm in results.arms}
@@ -121,7 +121,7 @@ def _bars(
     )
 
 
-def _bar(arm: Arm, style: Style, of: Callable[[LanguageRun], float | None], unit: float) -> list[Trace]:
+def _bar(arm: ArmResults, style: Style, of: Callable[[Evaluation], float | None], unit: float) -> list[Trace]:
     values = [value / unit for value in arm.values(of).values()]
     if not values:
         return []
@@ -154,27 +154,39 @@ def task_figures(results: Results) -> list[Figure]:
     return out
 
 
+def _compared(results: Results, arm: ArmResults, task: str) -> list[Score]:
+    """An arm's scores on a task, on the seeds that all arms have."""
+    found = task_blocks(results)
+    seeds = found.units if arm.label in found.means else arm.scores
+    return [score for seed in seeds for score in arm.scores[seed] if score.task == task]
+
+
 def _task_figure(results: Results, task: str) -> Figure | None:
-    scored = [arm for arm in results.arms if any(s.task == task for s in arm.scores)]
-    found = [s for arm in scored for s in arm.scores if s.task == task]
-    if not found:
+    scored = {arm.label: found for arm in results.arms if (found := _compared(results, arm, task))}
+    if not scored:
         return None
-    splits = list(dict.fromkeys(s.split for s in found))
-    columns = sorted({(s.split, s.length) for s in found}, key=lambda c: (splits.index(c[0]), c[1]))
+    every = [score for found in scored.values() for score in found]
+    splits = list(dict.fromkeys(s.split for s in every))
+    columns = sorted({(s.split, s.length) for s in every}, key=lambda c: (splits.index(c[0]), c[1]))
     lengths = [str(length) for _, length in columns]
     x = lengths if len(splits) == 1 else [[plot_text(split) for split, _ in columns], lengths]
-    order = sorted(scored, key=lambda arm: _mean_of(arm, task, "exact") or 0.0)
-    labels = [plot_text(arm.label) for arm in order]
-    views = [
-        View(name, [_scores([[_mean_of(arm, task, kind, c) for c in columns] for arm in order], x, labels)])
-        for kind, name in KINDS.items()
-    ]
+    moving = scored_by(results, task)
+    order = sorted(scored, key=lambda label: _mean(scored[label], moving) or 0.0)
+    labels = [plot_text(label) for label in order]
+
+    def view(kind: Kind) -> View:
+        z = [
+            [_mean([s for s in scored[n] if (s.split, s.length) == c], kind) for c in columns] for n in order
+        ]
+        return View(SCORED[kind], [_scores(z, x, labels)])
+
+    kinds: list[Kind] = ["exact", "token"] if moving == "exact" else ["token", "exact"]
     return Figure(
         f"task-{task}",
         task,
-        "In percent, mean over seeds; columns are lengths. The best encoding on average is on top. Look to "
+        f"In percent, mean over seeds; columns are lengths. Ordered by {SCORED[moving]}, best on top. Look to "
         "the right, where samples are longer than in training.",
-        views,
+        [view(kind) for kind in kinds],
         {
             "xaxis": {"type": "category"}
             if len(splits) == 1
@@ -187,13 +199,8 @@ def _task_figure(results: Results, task: str) -> Figure | None:
     )
 
 
-def _mean_of(arm: Arm, task: str, kind: Kind, column: tuple[str, int] | None = None) -> float | None:
-    return _mean([s for s in arm.scores if s.task == task and column in (None, (s.split, s.length))], kind)
-
-
-def _mean(scores: Sequence[TaskScore], kind: Kind = "exact") -> float | None:
-    found = [score.exact if kind == "exact" else score.token for score in scores]
-    values = [value for value in found if value is not None]
+def _mean(scores: Sequence[Score], kind: Kind = "exact") -> float | None:
+    values = [value for score in scores if (value := getattr(score, kind)) is not None]
     return short(sum(values) / len(values)) if values else None
 
 
@@ -212,7 +219,7 @@ def _depth_figures(results: Results, task: str) -> list[Figure]:
     out = []
     order = [row.label for row in ranking(results)]
     for arm in sorted(results.arms, key=lambda arm: order.index(arm.label)):
-        scores = [s for s in arm.scores if s.task == task and s.depth is not None]
+        scores = [s for s in _compared(results, arm, task) if s.depth is not None]
         if not scores:
             continue
         depths = sorted({s.depth for s in scores if s.depth is not None}, reverse=True)
