@@ -191,15 +191,17 @@ def behind_by_length(results: Results, looks: Looks) -> Figure:
         views.append(
             View(name, gap_traces({x: each for x, each in found.items() if best in each.means}, best, looks))
         )
+    data = [trace for view in views for trace in view.data]
     return Figure(
         "behind-by-length",
         f"Behind {best}, by length",
         "Full attention. 95% intervals, simultaneous over all pairs of encodings at one length. Those over seeds "
-        "pair runs of a seed, those over text pair stretches of text; each covers its own uncertainty only.",
+        "pair runs of a seed, those over text pair stretches of text; each covers its own uncertainty only."
+        f"{_outside(data)}",
         [view for view in views if view.data],
         {
             "xaxis": _times([length / base for length in lengths]),
-            "yaxis": axis("loss difference", zeroline=True, zerolinecolor="var(--muted)"),
+            "yaxis": axis("loss difference", zeroline=True, zerolinecolor="var(--muted)", **_frame(data)),
         },
         choose="Intervals over",
         wide=True,

@@ -51,14 +51,10 @@ def report_page(results: Results) -> str:
     """The page of comparisons or runs."""
     looks = styles(results.arms)
     made = {table.key: table_html(table, looks) for table in tables(results)}
+    of_loss = [made.get(key, "") for key in ("budgets", "lengths", "far")]
     parts = [
         _answer(results, looks, made.get("ranking", "")),
-        _part(
-            "loss",
-            "Loss",
-            loss_figures(results, looks),
-            tables=[made.get(key, "") for key in ("budgets", "lengths")],
-        ),
+        _part("loss", "Loss", loss_figures(results, looks), tables=of_loss),
         _tasks(results),
         _part("lm", "Language tasks", [], tables=[made.get("lm", "")]),
         _part("cost", "Speed and memory", cost_figures(results, looks)),

@@ -8,7 +8,6 @@ from typing import Any
 from .figure import Figure, Trace, View, axis, heatmap, one_view, plot_text, short
 from .ranking import Kind, Row, loss_blocks, ranking, scored_by, task_blocks
 from .results import ArmResults, Results
-from .statistics import Blocks
 from .stored import Evaluation, Score
 from .style import Style
 from .tables import SCORED
@@ -19,23 +18,30 @@ ROW_HEIGHT = 26
 
 
 def ranking_figure(results: Results, looks: Looks) -> Figure:
-    """Validation losses as points: each seed, the mean, and a bar for what is beyond chance."""
+    """Validation losses as points: each seed, the mean, and a band for what is not beyond chance."""
     found = loss_blocks(results)
     rows = [row for row in ranking(results) if row.val_loss is not None][::-1]
-    data = [trace for row in rows for trace in _ranked(row, looks[row.label], found)]
-    margin = found.margin
-    bars = (
-        " One seed each, so there is no interval: the order may be chance."
-        if margin is None
-        else " Two encodings differ beyond chance exactly where their bars do not overlap: a bar is half the "
-        "smallest such difference. Seeds vary more than that, since what a seed does to all is taken out."
-    )
+    data = [trace for row in rows for trace in _ranked(row, looks[row.label])]
+    layout: dict[str, Any] = {}
+    if found.margin is None or not found.means:
+        band_note = " One seed each, so there is no interval: the order may be chance."
+    else:
+        band_note = (
+            " Means in the shaded band are not behind the best beyond chance: its width is the smallest difference of "
+            "two means that is. Single seeds vary more than that, since what a seed does to all is taken out."
+        )
+        low = found.means[found.best]
+        band = {"type": "rect", "x0": low, "x1": low + found.margin, "yref": "paper", "y0": 0, "y1": 1}
+        layout["shapes"] = [
+            {**band, "fillcolor": "var(--muted)@0.13", "line": {"width": 0}, "layer": "below"}
+        ]
     return Figure(
         "ranking",
         "Validation loss",
-        f"Left is better. Small marks are seeds, the large one their mean.{bars}",
+        f"Left is better. Small marks are seeds, the large one their mean.{band_note}",
         one_view(data),
-        {
+        layout
+        | {
             "xaxis": axis("loss (nats a token)", **_span(rows)),
             "yaxis": {
                 "type": "category",
@@ -57,7 +63,7 @@ def _span(rows: Sequence[Row]) -> dict[str, list[float]]:
     return {"range": [low - margin, high + margin]}
 
 
-def _ranked(row: Row, style: Style, found: Blocks) -> list[Trace]:
+def _ranked(row: Row, style: Style) -> list[Trace]:
     summary = row.val_loss
     assert summary is not None
     seeds = list(row.losses.values())
@@ -74,11 +80,6 @@ def _ranked(row: Row, style: Style, found: Blocks) -> list[Trace]:
     }
     if summary.count == 1:
         return [mean]
-    if found.margin is not None and row.label in found.means:
-        mean["error_x"] = {
-            "type": "data", "symmetric": True, "array": [short(found.margin / 2)],
-            "color": style.color, "thickness": 1.5, "width": 4,
-        }  # fmt: skip
     each: Trace = {
         "type": "scatter",
         "mode": "markers",

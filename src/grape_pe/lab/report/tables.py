@@ -48,12 +48,13 @@ class Table:
         return replace(self, heads=[self.heads[i] for i in kept], rows=rows)
 
     def text(self) -> str:
-        """At most 100 columns: long labels are cut."""
+        """Long labels are cut to keep within 100 columns, where the rest leaves room for them."""
         columns = [["encoding", *(label for label, _ in self.rows)]]
         for i, head in enumerate(self.heads):
             columns.append([head, *(_joined(cells[i]) or "-" for _, cells in self.rows)])
         widths = [max(map(len, column)) for column in columns]
-        widths[0] = max(8, min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)))
+        room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)
+        widths[0] = min(widths[0], room) if room >= 8 else widths[0]
         lines = []
         for first, *rest in zip(*columns, strict=True):
             cut = first if len(first) <= widths[0] else f"{first[: widths[0] - 1]}…"
@@ -74,8 +75,8 @@ def _joined(cell: Cell) -> str:
 
 def tables(results: Results) -> list[Table]:
     """Every table that has rows."""
-    made = [ranking_table(results), budget_table(results), length_table(results), sweep_table(results)]
-    made += [lm_table(results)]
+    made = [ranking_table(results), budget_table(results), length_table(results), far_table(results)]
+    made += [sweep_table(results), lm_table(results)]
     return [table.filled() for table in made if table.rows and table.heads]
 
 
@@ -198,38 +199,41 @@ def _change(trend: Blocks, label: str, best: str) -> Cell:
 
 
 def length_table(results: Results) -> Table:
-    """Losses at each length, and at the longest the difference to the best over seeds and over text."""
-    longest, lengths = results.longest, results.lengths()
-    if longest is None or len(lengths) < 2:
-        return Table("lengths", "", "", (), ())
-    entries = [entry for run in results.evaluations for entry in run.extrapolation]
-    windows = sorted({e.window for e in entries if e.window is not None and e.length == longest})
-    cells = [(n, None) for n in lengths] + [(longest, window) for window in windows]
-    found = {cell: length_blocks(results, *cell) for cell in cells}
-    seeds, text = found[longest, None], text_blocks(results, longest)
-    far = results.times(longest)
-    best = seeds.best if seeds.means else ""
-    rows = []
-    for row in ranking(results):
-        losses = [_plain(each.means.get(row.label)) for each in found.values()]
-        gaps = [_gap(each, row.label, best) for each in (seeds, text)]
-        rows.append((row.label, [*losses, *gaps]))
-    heads = [results.times(n) + (f", window {w}" if w else "") for n, w in cells]
+    """Losses at each length, and at the longest with a window, on the seeds that all compared arms have."""
+    lengths, entries = results.lengths(), [e for run in results.evaluations for e in run.extrapolation]
+    windows = {(e.length, e.window) for e in entries if e.window is not None and e.length == results.longest}
+    places: list[tuple[int, int | None]] = [*((n, None) for n in lengths), *sorted(windows)]
+    found = [length_blocks(results, *place) for place in places]
+    heads = [results.times(n) + (f", window {w}" if w else "") for n, w in places]
+    rows = [(row.label, [_plain(each.means.get(row.label)) for each in found]) for row in ranking(results)]
+    rows = [row for row in rows if any(cell.text for cell in row[1])] if len(lengths) > 1 else []
     caption = (
-        f"Mean loss over the {len(seeds.units)} seeds that all compared encodings have, at multiples of the "
-        f"training length. “Behind {best} at {far}” has a 95% interval, simultaneous over all pairs. Over seeds: "
-        "other training runs, the same text. "
+        "Mean loss over the seeds that all compared encodings have, at multiples of the training length."
+    )
+    return Table("lengths", "Longer texts", caption, heads, rows)
+
+
+def far_table(results: Results) -> Table:
+    """Differences to the best arm at the longest length, over seeds and over text."""
+    far, empty = results.times(results.longest), Table("far", "", "", (), ())
+    if results.longest is None or len(results.lengths()) < 2:
+        return empty
+    seeds, text = length_blocks(results, results.longest), text_blocks(results, results.longest)
+    if len(seeds.means) < 2:
+        return empty
+    order = sorted(seeds.means, key=lambda label: seeds.means[label])
+    rows = [(label, [_gap(each, label, order[0]) for each in (seeds, text)]) for label in order]
+    caption = (
+        "Differences with 95% intervals, simultaneous over all pairs. Over seeds: other training runs, the same "
+        f"text ({len(seeds.units)} seeds, paired). "
     )
     caption += (
-        f"Over text: the same models, other text, from {len(text.units)} stretches taken as independent. Each "
+        f"Over text: the same models, other text ({len(text.units)} stretches, paired, taken as independent). Each "
         "covers its own uncertainty only; a difference beyond chance should be so in both."
         if text.means
-        else "Not covered: other text, because these results have no losses of single stretches."
+        else "Other text is not covered: these results have no losses of single stretches."
     )
-    heads += [f"behind {best} at {far}, over seeds", "over text"]
-    return Table(
-        "lengths", "Longer texts", caption, heads, [row for row in rows if any(c.text for c in row[1])]
-    )
+    return Table("far", f"Behind {order[0]} at {far}", caption, ["over seeds", "over text"], rows)
 
 
 def _plain(value: float | None) -> Cell:

@@ -114,9 +114,9 @@ def _lines(arm: ArmResults, results: Results) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than a loss has."""
+    """Eight digits: more than a loss has."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.8g}")
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
