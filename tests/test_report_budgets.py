@@ -153,8 +153,22 @@ def test_arms_without_budgets_or_with_other_seeds_are_not_compared_there():
     each = budget_blocks(results)
     assert all(b.units == (1, 2) and set(b.means) == {"a", "b"} for b in each.values())
     details = verdict(results).details
-    assert "c has no losses at other budgets." in details
+    assert "c: no loss at 1M tokens in all seeds, so no change." in details
     assert any(text.startswith("b has 1 of 3 runs not done") for text in details)
+
+
+def test_an_arm_that_diverged_at_a_budget_is_not_compared_there():
+    found = results_of({"a": (0,) * 4, "b": (0.1,) * 4, "c": (0.2,) * 4}, random.Random(0))
+    run = found.arms[2].language[0].evaluation
+    lost = run.model_copy(
+        update={"budgets": [run.budgets[0].model_copy(update={"loss": None}), *run.budgets[1:]]}
+    )
+    arm = ArmResults("c", found.arms[2].arm, 0, {**found.arms[2].language, 0: LanguageRun(0, lost)})
+    results = Results((*found.arms[:2], arm), found.recipes, (), ())
+    each = budget_blocks(results)
+    assert set(each[BUDGETS[0]].means) == {"a", "b"} and set(each[BUDGETS[1]].means) == {"a", "b", "c"}
+    assert all(len(b.units) == 3 for b in each.values()) and "c" not in trend_blocks(results).means
+    assert budget_table(results).notes == ["c diverged at 1M tokens and is not compared there"]
 
 
 # ---- longer texts

@@ -72,18 +72,24 @@ def text_blocks(results: Results, length: int, window: int | None = None) -> Blo
     return blocks(found, pooled=False) if same_text else Blocks((), {})
 
 
-def _budgets(run: Evaluation) -> dict[int, float]:
-    return {each.tokens: each.loss for each in run.budgets if each.loss is not None}
+def _budgets(run: Evaluation) -> dict[int, float | None]:
+    return {each.tokens: each.loss for each in run.budgets}
+
+
+def diverged_at(arm: ArmResults, tokens: int) -> bool:
+    """Whether a run of this arm ended without a loss at this budget."""
+    found = [_budgets(run) for run in arm.evaluations.values()]
+    return any(tokens in each and each[tokens] is None for each in found)
 
 
 def budget_blocks(results: Results) -> dict[int, Blocks]:
     """Losses after each number of tokens, seed by seed; empty with fewer than two budgets."""
-    tokens = sorted(
-        {n for arm in _compared(results) for run in arm.evaluations.values() for n in _budgets(run)}
-    )
-    found = {n: _blocks(results, lambda run, n=n: _budgets(run).get(n)) for n in tokens}  # type: ignore[misc]
-    found = {n: each for n, each in found.items() if each.means}
-    return found if len(found) > 1 else {}
+    out = {}
+    for n in sorted({n for run in results.evaluations for n in _budgets(run)}):
+        sound = [arm for arm in results.arms if not diverged_at(arm, n)]
+        found = _blocks(replace(results, arms=tuple(sound)), lambda run, n=n: _budgets(run).get(n))  # type: ignore[misc]
+        out |= {n: found} if found.means else {}
+    return out if len(out) > 1 else {}
 
 
 def trend_blocks(results: Results) -> Blocks:
@@ -99,7 +105,8 @@ def trend_blocks(results: Results) -> Blocks:
         first, last = (_budgets(run).get(n) for n in (tokens[0], tokens[-1]))
         return None if first is None or last is None else last - first
 
-    return _blocks(results, change)
+    sound = [arm for arm in results.arms if not any(diverged_at(arm, n) for n in (tokens[0], tokens[-1]))]
+    return _blocks(replace(results, arms=tuple(sound)), change)
 
 
 def task_blocks(results: Results) -> Blocks:

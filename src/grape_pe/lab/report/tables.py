@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..evaluate import METRICS, PAPER_TASKS
 from .ranking import (
     budget_blocks,
+    diverged_at,
     length_blocks,
     ranking,
     scored_by,
@@ -170,7 +171,13 @@ def budget_table(results: Results) -> Table:
     ]
     if widths:
         caption += f" A gap below this may be chance: {', '.join(widths)}."
-    return Table("budgets", "Tokens", caption, [*names, "change of the gap"], rows)
+    lost = {short_count(n): [arm.label for arm in results.arms if diverged_at(arm, n)] for n in found}
+    notes = [
+        f"{', '.join(labels)} diverged at {n} tokens and is not compared there"
+        for n, labels in lost.items()
+        if labels
+    ]
+    return Table("budgets", "Tokens", caption, [*names, "change of the gap"], rows, notes)
 
 
 def _at_budget(found: Blocks, label: str, best: str) -> Cell:

@@ -94,7 +94,8 @@ def write_jsonl(results: Results, out: Path) -> Path:
         )
     recipe = results.recipes[0]
     arms = [{**arm.arm.described(), "label": arm.label} for arm in results.arms]
-    about = {**asdict(recipe), "recipe": dict(recipe.settings), "arms": arms, "tasks": results.tasks}
+    about = asdict(recipe) | {"recipe": recipe.settings, "arms": arms, "tasks": results.tasks}
+    about = {name: value for name, value in about.items() if name not in ("name", "settings")}
     lines = [
         {"kind": "comparison", **about},
         *(line for arm in results.arms for line in _lines(arm, results)),

@@ -152,7 +152,11 @@ def _trend_sentences(results: Results) -> list[str]:
             f"At {short_count(budgets[0])} tokens {first} was lowest: the order depends on the budget."
         )
     lost = [n for n in loss_blocks(results).means if n not in trend.means]
-    return out + ([f"{_listed(tuple(lost))} has no losses at other budgets."] if lost else [])
+    if lost:
+        out.append(
+            f"{_listed(tuple(lost))}: no loss at {short_count(budgets[0])} tokens in all seeds, so no change."
+        )
+    return out
 
 
 def _plural(text: str, names: list[str]) -> str:
