@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from ..encodings.base import Encoded, Encoding
 from ..encodings.path import PaTH
 from .layout import Layout
 from .table import take
+
+#: of encoded queries and keys
+Norms = tuple[nn.Module, nn.Module]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +55,11 @@ def encode(
     layout: Layout,
     shift: nn.Module | None = None,
     key_norm: nn.Module | None = None,
+    norm_after: Norms | None = None,
     state: Any = None,
     shift_state: Any = None,
 ) -> tuple[Encoded, Tensor, tuple[Tensor, Tensor] | None]:
-    """KV-shift, then the norm of the keys, then the encoding: (code, values, state of the shift)."""
+    """KV-shift, key norm, encoding, norms after it: (code, values, state of the shift)."""
     shifted = None
     if shift is not None:
         if x is None:
@@ -63,7 +67,10 @@ def encode(
         k, v, shifted = shift(k, v, x, shift_state, layout.starts)
     if key_norm is not None:
         k = key_norm(k).to(v.dtype)
-    return encoding(q, k, x=x, v=v, positions=layout.positions, state=state), v, shifted
+    code = encoding(q, k, x=x, v=v, positions=layout.positions, state=state)
+    if norm_after is not None:
+        code = replace(code, q=norm_after[0](code.q).to(v.dtype), k=norm_after[1](code.k).to(v.dtype))
+    return code, v, shifted
 
 
 def check_packing(encoding: Encoding, layout: Layout) -> None:

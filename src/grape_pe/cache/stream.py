@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from .layout import Layout, Tail, arrange
-from .seen import Seen, check_packing, encode, move_to_end
+from .seen import Norms, Seen, check_packing, encode, move_to_end
 from .sequences import Sequences
 from .table import OPTIONAL, Table
 
@@ -41,6 +41,7 @@ class StreamingCache:
         rollback: how many tokens can be taken back by `crop` (state and dropped keys are kept that long).
         shift: the layer's `KVShift`, if it has one; every call then needs x.
         key_norm: applied to the keys after the shift and before the encoding.
+        norm_after: the norms of queries and keys that come after the encoding; `rebase` is then refused.
 
     Gradients pass through the tokens of a call and stop at what was cached before it.
     """
@@ -55,6 +56,7 @@ class StreamingCache:
         rollback: int = 128,
         shift: nn.Module | None = None,
         key_norm: nn.Module | None = None,
+        norm_after: Norms | None = None,
     ) -> None:
         for name, value in (("window", window), ("capacity", capacity)):
             if value is not None and value < 1:
@@ -63,7 +65,7 @@ class StreamingCache:
             raise ValueError(f"sinks and rollback must be >= 0, got {sinks} and {rollback}")
         if sinks and window is None:
             raise ValueError("sinks are the tokens that outlive a window; set window=… as well")
-        self.encoding, self.shift, self.key_norm = encoding, shift, key_norm
+        self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
         self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
         self.reset()
 
@@ -153,7 +155,8 @@ class StreamingCache:
         Models call this, with one layout for all layers. Nothing changes if it raises.
         """
         before = self._state(self.carried), self._shift_state()
-        code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, self.key_norm, *before)
+        norms = self.key_norm, self.norm_after
+        code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, *norms, *before)
         count, counts, fresh = q.shape[2], layout.counts, not self.sequences.lengths
         if not count or (counts is not None and not any(counts)):
             self.sequences.append_columns(layout, count)
@@ -380,6 +383,11 @@ class StreamingCache:
         """Move all positions down by `offset`, keys and bias with them, where the relative law allows it."""
         if self.encoding.coords > 1:
             raise ValueError("positions of several coordinates cannot be rebased; keep them as they are")
+        if self.norm_after is not None:
+            raise ValueError(
+                "keys cannot be moved to other positions: the QK norm stands after the rotation, and its weights do "
+                "not commute with it; use qk_norm=True"
+            )
         offset = float(offset)
         if not math.isfinite(offset):
             raise ValueError(f"rebase takes a finite offset, got {offset}")
@@ -411,7 +419,7 @@ class StreamingCache:
         settings = {"window": self.window, "sinks": self.sinks, "rollback": self.rollback}
         return {
             "format": FORMAT,
-            "encoding": repr(self.encoding),
+            "encoding": repr(self.encoding) + ("" if self.norm_after is None else ", norm after"),
             **settings,
             "shift": self.shift is not None,
         }

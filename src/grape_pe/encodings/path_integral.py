@@ -24,7 +24,8 @@ class PathIntegral(SlopeEncoding):
     Options: `probe` "linear" (of x, `probe_dim` features a key head), or "q", "k", "v" to read it off
     those; `probe_rotation` "key" (the paper: only p_l turns, so the bias depends on where the path
     lies), "relative" (both turn: shift-invariant) or "none"; `link` "logsigmoid" or "bounded";
-    `normalize_query=False` leaves p_t as it is, as the authors' code does; `slopes`.
+    `normalize_query=True` also brings p_t to unit RMS, as the paper's text has it: an edge is then g of a cosine,
+    between -1.31 and -0.31. By default, as in the authors' code, only p_l is normalised; `slopes`.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class PathIntegral(SlopeEncoding):
         probe_dim: int | None = None,
         probe_rotation: ProbeRotation = "key",
         link: Link = "logsigmoid",
-        normalize_query: bool = True,
+        normalize_query: bool = False,
         slopes: Sequence[float] | None = None,
     ) -> None:
         self.contextual = probe == "linear"  # type: ignore[misc]
