@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from . import compile as gpu
 from . import decode as decode_kernels
 from . import forward as forward_kernels
 from .compile import Launch, Tile
+from .device import describe
+from .store import Case, Tiles, kept_tiles, padded
 from .tile import PATCH as _PATCH
 
 PATCH: int = _PATCH.value
@@ -27,16 +29,15 @@ STRIDE = 4
 #: rows (packed query heads x queries) up to which the decode kernel is used
 DECODE_ROWS = 64
 
-#: candidates of tiles, the fastest first where nothing spills; the head size and a path say where to begin
-FORWARD = (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1))
-QUERY = (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1))
-KEY = (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2), Tile(16, 64, 4, 1))
-DECODE = (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 4, 1))
-
-
-def padded(size: int) -> int:
-    """Features are padded to a power of two, at least the 16 a matrix unit takes."""
-    return max(16, triton.next_power_of_2(size))
+#: candidates of tiles, largest first; the head size and a path decide where the list begins
+TILES = {
+    "forward_kernel": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1)),
+    "query_kernel": (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1)),
+    "key_kernel": (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2), Tile(16, 64, 4, 1)),
+    "decode_kernel": (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 4, 1)),
+}
+#: tiles for every call instead of the tuned ones; set in the child process that checks or times them
+forced: Tiles | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +56,32 @@ class Plan:
     def prunes(self) -> bool:
         return prunes(self.problem)
 
-    def candidates(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    def candidates(self, kernel: str) -> tuple[Tile, ...]:
         p = self.problem
         width = max(padded(p.q.shape[-1]), padded(p.v.shape[-1])) * (p.q.element_size() // 2)
         skip = (width >= 128) + (width >= 256) + (p.probe_q is not None)
-        return tiles[min(skip, len(tiles) - 2) :]
+        return TILES[kernel][min(skip, len(TILES[kernel]) - 2) :]
 
-    def fitting(self, kernel: Any, grid: Any, tiles: tuple[Tile, ...], more: dict[str, Any]) -> Launch:
+    def tuned(self, kernel: str) -> Tile | None:
+        """The tile `grape doctor --tune` kept for this kernel; only candidates count."""
+        p, kept = self.problem, forced
+        if kept is None:
+            slopes, path = p.c_q is not None, p.probe_q is not None
+            bias = ("both" if slopes else "path") if path else ("slope" if slopes else "none")
+            dtype = str(p.q.dtype).removeprefix("torch.")
+            case = Case(dtype, padded(p.q.shape[-1]), padded(p.v.shape[-1]), bias, ())
+            kept = kept_tiles(describe(p.q.device), case) if p.q.device.type == "cuda" else {}
+        return next((tile for tile in TILES[kernel] if list(astuple(tile)) == kept.get(kernel)), None)
+
+    def fitting(self, kernel: Any, grid: Any, more: dict[str, Any]) -> Launch:
         """A launch with the tile that fits; `grid` is a function of the tile."""
+        name = kernel.__name__
 
         def make(tile: Tile) -> Launch:
             sizes = {"BM": tile.queries, "BN": tile.keys, "BORDER": tile.keys}
             return Launch(kernel, grid(tile), {**self.shared, **sizes, **more}, tile)
 
-        return gpu.fitting(make, self.candidates(tiles), self.arch)
+        return gpu.fitting(make, self.candidates(name), self.arch, lambda: self.tuned(name))
 
 
 def prunes(p: AttentionProblem) -> bool:
@@ -241,7 +254,7 @@ def plan_forward(
     def grid(tile: Tile) -> tuple[int, int]:
         return triton.cdiv(rows, tile.queries), batch * heads
 
-    step = plan.fitting(forward_kernels.forward_kernel, grid, FORWARD, {**more, "WORK": work})
+    step = plan.fitting(forward_kernels.forward_kernel, grid, {**more, "WORK": work})
     blocks = step.grid[0]
     return step, work.view(-1)[: batch * heads * blocks * 2].view(batch, heads, blocks, 2)
 
@@ -286,7 +299,7 @@ def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> It
         "part_keys": part_keys,
         "BM": block,
     }
-    yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), DECODE, more)
+    yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
     constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
     tile = Tile(1, 1, 1, 1)
@@ -375,13 +388,12 @@ def plan_backward(
     key = plan.fitting(
         backward_kernels.key_kernel,
         lambda tile: (triton.cdiv(keys, tile.keys), 1),
-        KEY,
         {**shared, **key_side},
     )
     border = key.tile.keys
     at_borders = {"BORDER": border} if s["HAS_PATH"] else {}
     query = plan.fitting(
-        backward_kernels.query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), QUERY,
+        backward_kernels.query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1),
         {**shared, **query_side, **at_borders},
     )  # fmt: skip
     borders = triton.cdiv(keys, border)
