@@ -20,6 +20,8 @@ DEVICES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 9
 #: older versions compile wrong gradients for Hopper
 OLDEST_TRITON = (3, 7, 1)
 LARGEST_HEAD = 256
+#: float32 tiles of wider heads do not fit into shared memory, or spill thousands of bytes
+LARGEST_HEAD_FLOAT32 = 128
 MOST_HEADS = 65535
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -71,9 +73,11 @@ def _why_not_version() -> str | None:
 def _why_not_shapes(q: Tensor, v: Tensor, masks: Masks) -> str | None:
     if q.dtype not in _DTYPES:
         return f"it computes in float16, bfloat16 and float32, got {q.dtype}"
-    width = max(q.shape[-1], v.shape[-1])
-    if width > LARGEST_HEAD:
-        return f"it has tiles for heads of at most {LARGEST_HEAD} features, got {width}"
+    width, limit = max(q.shape[-1], v.shape[-1]), LARGEST_HEAD
+    if q.dtype == torch.float32:
+        limit = LARGEST_HEAD_FLOAT32
+    if width > limit:
+        return f"it has tiles for heads of at most {limit} features in {q.dtype}, got {width}"
     if q.shape[0] * q.shape[1] > MOST_HEADS:
         return f"a grid has room for {MOST_HEADS} heads over the batch, got {q.shape[0] * q.shape[1]}"
     if masks.sinks and masks.window is not None:
