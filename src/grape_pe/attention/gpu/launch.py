@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -102,29 +102,22 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _narrow(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Axes that an expand made are one long again."""
-    for axis in axes:
+def _by_head(x: Tensor) -> Tensor:
+    """(R, B, H, T) -> (B|1, H|1, R, T): axes that an expand made are one long again."""
+    for axis in (1, 2):
         if x.stride(axis) == 0 and x.shape[axis] > 1:
             x = x.narrow(axis, 0, 1)
-    return x
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """(R, B, H, T) -> (B|1, H|1, R, T), contiguous."""
-    return _narrow(x, (1, 2)).permute(1, 2, 0, 3).contiguous()
+    return x.permute(1, 2, 0, 3)
 
 
 def _in_two(c: Tensor) -> Tensor:
     """(R, B, H, T) float64 -> (B|1, H|1, R, 2, T): c as float32, and what that leaves out."""
-    return torch.stack(as_two_floats(_narrow(c, (1, 2)).permute(1, 2, 0, 3)), 3)
+    return torch.stack(as_two_floats(_by_head(c)), 3)
 
 
 def _strides(name: str, x: Tensor | None) -> dict[str, int]:
     """Strides over batch and heads of a (B|1, H|1, …) tensor; zero where it is shared."""
-    if x is None:
-        return {f"{name}_b": 0, f"{name}_h": 0}
-    return {f"{name}_{a}": x.stride(n) if x.shape[n] > 1 else 0 for n, a in enumerate("bh")}
+    return {f"{name}_{a}": 0 if x is None or x.shape[n] == 1 else x.stride(n) for n, a in enumerate("bh")}
 
 
 def first_of_document(documents: Tensor) -> Tensor:
@@ -150,26 +143,23 @@ def end_of_document(names: Tensor) -> Tensor:
 
 def _shared(p: AttentionProblem) -> dict[str, Any]:
     """What the kernels are given, but for their outputs. An absent tensor is replaced by q, never read."""
+
+    def made(x: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if x is None else change(x).contiguous()
+
     q, k, v = _dense(p.q), _dense(p.k), _dense(p.v)
-    rate_q, rate_k = (None if x is None else _by_head(x) for x in (p.rate_q, p.rate_k))
-    c_q, c_k = (None if x is None else _in_two(x) for x in (p.c_q, p.c_k))
-    probes = (None if x is None else x.contiguous() for x in (p.probe_q, p.probe_k))
-    documents = None if p.documents is None else first_of_document(p.documents).contiguous()
-    padding = None if p.key_padding is None else p.key_padding.to(torch.uint8).contiguous()
+    rate_q, rate_k = made(p.rate_q, _by_head), made(p.rate_k, _by_head)
+    c_q, c_k = made(p.c_q, _in_two), made(p.c_k, _in_two)
+    documents = made(p.documents, first_of_document)
+    padding = made(p.key_padding, lambda x: x.to(torch.uint8))
     given = {
-        "RATE_Q": rate_q,
-        "RATE_K": rate_k,
-        "C_Q": c_q,
-        "C_K": c_k,
-        "DOCS": documents,
-        "PADDING": padding,
-    }
-    given |= dict(zip(("PROBE_Q", "PROBE_K"), probes, strict=True)) | {"PATH_RATE": p.path_rate}
+        "RATE_Q": rate_q, "RATE_K": rate_k, "C_Q": c_q, "C_K": c_k, "DOCS": documents, "PADDING": padding,
+        "PROBE_Q": made(p.probe_q, Tensor.contiguous), "PROBE_K": made(p.probe_k, Tensor.contiguous),
+        "PATH_RATE": p.path_rate,
+    }  # fmt: skip
     tensors = {name: q if x is None else x for name, x in given.items()}
     strides = {
-        f"stride_{n}{a}": x.stride(i)
-        for n, x in zip("qkv", (q, k, v), strict=True)
-        for i, a in enumerate("bht")
+        f"stride_{n}{a}": x.stride(i) for n, x in (("q", q), ("k", k), ("v", v)) for i, a in enumerate("bht")
     }
     for name, x in (("rq", rate_q), ("rk", rate_k), ("cq", c_q), ("ck", c_k)):
         strides |= _strides(name, x)
@@ -302,8 +292,9 @@ def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> It
     yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
     constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
-    tile = Tile(1, 1, 1, 1)
-    yield Launch(decode_kernels.combine_kernel, (batch * heads * rows,), {**end, **constants}, tile)
+    yield Launch(
+        decode_kernels.combine_kernel, (batch * heads * rows,), {**end, **constants}, Tile(1, 1, 1, 1)
+    )
 
 
 def _programs_wanted(device: torch.device) -> int:
@@ -361,52 +352,41 @@ def plan_backward(
     p, s = plan.problem, plan.shared
     out, lse, _, fine, first = results
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
-    d_out = _dense(d_out)
-    delta = torch.empty_like(lse)
+    d_out, delta = _dense(d_out), torch.empty_like(lse)
     shared = {f"stride_o{a}": d_out.stride(n) for n, a in enumerate("bht")} | {"D_OUT": d_out, "DELTA": delta}
-    ends = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
-    flags = {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
+    more = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
+    more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
     grid = (triton.cdiv(queries, PATCH), batch * heads)
-    tile = Tile(PATCH, PATCH, 4, 1)
-    yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **ends, **flags}, tile)
+    yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **more}, Tile(PATCH, PATCH, 4, 1))
 
     keys_step = plan_keys(plan, False)
     yield keys_step
-    shared |= {"POISON": keys_step.arguments["POISON"]}
-    shared |= {"LSE": lse, "FIRST": first, "NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads}
-    shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse) | {"heads_from": 0, "borders": 0}
-    names = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
-    none = {
-        name: grads.get(name, lse)
-        for name in ("rate_q", "rate_k", "c_q", "c_k", "probe_q", "probe_k", "path_rate")
-    }
-    key_side = {"DK": grads["k"], "D_V": grads["v"], "D_RATE": none["rate_k"], "D_C": none["c_k"]}
-    key_side |= {"D_PROBE": none["probe_k"], "DOC_ENDS": names}
-    query_side = {"DQ": grads["q"], "D_RATE": none["rate_q"], "D_C": none["c_q"]}
-    query_side |= {"D_PROBE": none["probe_q"], "D_PATH_RATE": none["path_rate"]}
+    shared |= {"POISON": keys_step.arguments["POISON"], "LSE": lse, "FIRST": first}
+    shared |= {"NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads, "heads_from": 0, "borders": 0}
+    shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
+    names = {"D_RATE": "rate", "D_C": "c", "D_PROBE": "probe"}
+    key_side, query_side = (
+        {place: grads.get(f"{name}_{side}", lse) for place, name in names.items()} for side in "kq"
+    )
+    key_side |= {"DK": grads["k"], "D_V": grads["v"]}
+    key_side["DOC_ENDS"] = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
     key = plan.fitting(
-        backward_kernels.key_kernel,
-        lambda tile: (triton.cdiv(keys, tile.keys), 1),
-        {**shared, **key_side},
+        backward_kernels.key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side
     )
     border = key.tile.keys
-    at_borders = {"BORDER": border} if s["HAS_PATH"] else {}
+    query_side |= {"BORDER": border} if s["HAS_PATH"] else {}
     query = plan.fitting(
-        backward_kernels.query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1),
-        {**shared, **query_side, **at_borders},
-    )  # fmt: skip
-    borders = triton.cdiv(keys, border)
-    at_once = batch * heads
+        backward_kernels.query_kernel,
+        lambda tile: (triton.cdiv(queries, tile.queries), 1),
+        shared | query_side,
+    )
+    borders, at_once, sums = triton.cdiv(keys, border), batch * heads, {}
     if s["HAS_PATH"]:
         at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
-        sums = {
-            "CARRY": lse.new_empty(at_once * borders * queries),
-            "TOTAL": lse.new_empty(at_once * queries),
-        }
-        sums["RIGHT"] = torch.empty_like(sums["CARRY"])
-    else:
-        sums = {}
+        sums = {name: lse.new_empty(at_once * borders * queries) for name in ("CARRY", "RIGHT")}
+        sums["TOTAL"] = lse.new_empty(at_once * queries)
     for start in range(0, batch * heads, at_once):
         count = min(at_once, batch * heads - start)
         for step in (query, key):
@@ -418,27 +398,20 @@ def _gathered(
     plan: Plan, wanted: list[str], d_lse: Tensor | None, grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Gradients in the shapes and dtypes of the fields; heads that share a tensor are summed in order."""
-    p = plan.problem
     found: dict[str, Tensor] = {}
     for name in wanted:
-        like, grad = getattr(p, name), grads.get(name)
-        if name in ("k", "v", "probe_q", "probe_k"):
-            assert grad is not None
+        like, grad = getattr(plan.problem, name), grads[name]
+        if name == "path_rate":
+            grad = grad.sum((0, 2))
+        elif name in ("q", "k", "v", "probe_q", "probe_k"):
             if like.shape[1] != grad.shape[1]:
                 grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
-            found[name] = grad.to(like.dtype)
-        elif name == "path_rate":
-            assert grad is not None
-            found[name] = grad.sum((0, 2))
-        elif name == "q":
-            assert grad is not None
-            found[name] = grad
         else:
-            assert grad is not None
-            found[name] = grad.permute(2, 0, 1, 3)
+            grad = grad.permute(2, 0, 1, 3)
             if name == "c_q":
-                found[name] = _shifted(p, found[name], d_lse)
-            found[name] = found[name].to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+                grad = _shifted(plan.problem, grad, d_lse)
+            grad = grad.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+        found[name] = grad.to(like.dtype)
     return found
 
 
