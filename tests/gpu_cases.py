@@ -221,7 +221,7 @@ def launches(case: Case, arch: int) -> Iterator[Any]:
     if gpu._few(p):
         yield from gpu.plan_decode(plan, out, lse, saved)
     else:
-        keys = gpu.plan_keys(plan, plan.prunes)
+        keys = gpu.plan_keys(plan, plan.shared["PRUNE"])
         yield keys
         poison, bounds = (keys.arguments[name] for name in ("POISON", "BOUNDS"))
         yield gpu.plan_forward(plan, out, lse, saved, poison, bounds)[0]

@@ -109,7 +109,7 @@ def test_refuses_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refuses_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     _pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(api.importlib.metadata, "version", lambda name: "3.6.0")
+    monkeypatch.setattr(api, "triton_version", lambda: "3.6.0")
     assert "3.7.1" in (why_not_device(torch.device("cuda"), torch.float32) or "")
 
 

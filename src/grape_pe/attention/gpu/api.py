@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 
@@ -14,6 +13,7 @@ from .. import problem, pruning
 from ..masks import Masks
 from ..problem import AttentionProblem
 from ..pruning import Prune
+from .device import release, triton_version
 
 #: compute capabilities (times ten) that the kernels are written for, with the KiB of shared memory of a block
 DEVICES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -61,11 +61,8 @@ def why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
 def _why_not_version() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None  # a build under another name
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit()) < OLDEST_TRITON:
+    version = triton_version()  # None for a build under another name
+    if version is not None and release(version) < OLDEST_TRITON:
         return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))} or later, found {version}"
     return None
 

@@ -52,10 +52,6 @@ class Plan:
     def of(cls, problem: AttentionProblem) -> Plan:
         return cls(problem, _shared(problem), gpu.arch_of(problem.q.device))
 
-    @property
-    def prunes(self) -> bool:
-        return prunes(self.problem)
-
     def candidates(self, kernel: str) -> tuple[Tile, ...]:
         p = self.problem
         width = max(padded(p.q.shape[-1]), padded(p.v.shape[-1])) * (p.q.element_size() // 2)
@@ -208,10 +204,10 @@ def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 
 def _forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
-    keys = plan_keys(plan, plan.prunes)
+    keys = plan_keys(plan, plan.shared["PRUNE"])
     gpu.start(keys)
     bounds = keys.arguments["BOUNDS"]
-    if plan.prunes:
+    if plan.shared["PRUNE"]:
         bounds.copy_(bounds.cummax(-1).values)
     step, work = plan_forward(plan, out, lse, saved, keys.arguments["POISON"], bounds)
     gpu.start(step)
@@ -238,7 +234,7 @@ def plan_forward(
     p = plan.problem
     batch, heads, rows = p.q.shape[:3]
     more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "POISON": poison, "BOUNDS": bounds}
-    more["TAU"] = pruning.tau(p) if plan.prunes else lse
+    more["TAU"] = pruning.tau(p) if plan.shared["PRUNE"] else lse
     work = lse.new_empty((batch, heads, triton.cdiv(rows, 64), 2), dtype=torch.int32)
 
     def grid(tile: Tile) -> tuple[int, int]:
