@@ -458,6 +458,15 @@ def test_masks_of_other_shapes_are_refused():
         small()(tokens(), attention_mask=torch.ones(2, 1, 9, 9))
 
 
+@pytest.mark.parametrize("qk_norm", [True, False, "after"])
+def test_the_place_of_the_norm_is_saved(tmp_path, qk_norm):
+    model = small("rope", qk_norm=qk_norm)
+    model.save_pretrained(tmp_path)
+    back = GrapeForCausalLM.from_pretrained(tmp_path)
+    assert back.config.qk_norm == qk_norm and back.model.layers[0].self_attn.qk_norm == qk_norm
+    torch.testing.assert_close(back.eval()(tokens()).logits, model.eval()(tokens()).logits)
+
+
 def test_auto_config_round_trip(tmp_path):
     config("grape-ap", encoding_options={"probe_dim": 4}, kv_shift=True).save_pretrained(tmp_path)
     back = AutoConfig.from_pretrained(tmp_path)

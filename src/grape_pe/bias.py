@@ -60,6 +60,10 @@ class Bias:
         """What tokens leave behind for later queries, by name: (B|1, H|1, Tk, …). A cache keeps these."""
         return {}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return self.views() | self.traces()
+
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
         """The same bias with some of its views or traces exchanged."""
         raise TypeError(f"{type(self).__name__} is abstract: use one of the kinds in grape_pe.bias")
@@ -118,7 +122,7 @@ class Bias:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
-        return self.replaced({n: change(t) for n, t in (self.views() | self.traces()).items()})
+        return self.replaced({n: change(t) for n, t in self.tensors().items()})
 
     def __add__(self, other: Bias) -> Bias:
         return _sum([*_parts(self), *_parts(other)])

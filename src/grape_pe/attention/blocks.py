@@ -18,10 +18,6 @@ from .pruning import Prune
 BLOCK_ELEMENTS = 1 << 24
 
 
-def why_not_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
-    return None
-
-
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
 ) -> tuple[Tensor, Tensor]:

@@ -108,6 +108,7 @@ class TrainSection(Section):
     eval_every: Natural = Field(100, description="steps between validations; 0: only at checkpoints")
     eval_sequences: Natural = Field(64, description="sequences of the fixed validation set; 0: all")
     checkpoint_every: Natural = Field(200, description="steps; 0: only at the end")
+    checkpoint_at: list[Positive] = Field([], description="steps whose checkpoints are written and kept")
     keep: Positive = Field(2, description="newest checkpoints kept, besides the best")
 
     @model_validator(mode="after")
@@ -165,7 +166,7 @@ class RunConfig(Section):
 #: what may differ when a run is continued: nothing here changes what is learned
 FREE_ON_RESUME = (
     "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
-    "train.checkpoint_every", "train.keep", "log.every", "log.tensorboard", "log.wandb",
+    "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every", "log.tensorboard", "log.wandb",
 )  # fmt: skip
 
 
@@ -244,7 +245,7 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 #: settings that may be lists
-LISTS = ("model.encoding", "model.window")
+LISTS = ("model.encoding", "model.window", "train.checkpoint_at")
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
