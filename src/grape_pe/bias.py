@@ -47,6 +47,10 @@ class Bias:
         """b[rows, cols] as (B or 1, H or 1, rows, cols); None stands for zero."""
         raise TypeError(f"{type(self).__name__} is abstract: use one of the kinds in grape_pe.bias")
 
+    def row(self, keys: int) -> Tensor | None:
+        """The tile of a single query and all its `keys`: (B|1, H|1, 1, keys)."""
+        return self.tile(slice(0, 1), slice(0, keys))
+
     def views(self) -> dict[str, Tensor]:
         """What belongs to queries, by name: (B|1, H|1, Tq|1, …)."""
         return {}
@@ -223,7 +227,8 @@ class SlopeTerm(Bias):
         return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        new = (tensors.get(name, getattr(self, name)) for name in ("c_q", "c_k", "rate_q", "rate_k"))
+        return SlopeTerm(*new, self.counts)
 
     def rebased(self, offset: float) -> SlopeTerm:
         return replace(self, c_k=self.c_k - offset) if self.counts == "positions" else self
@@ -253,6 +258,13 @@ class SlopeTerm(Bias):
         assert isinstance(rate, Tensor)
         return rate * offset.to(rate.dtype)
 
+    def row(self, keys: int) -> Tensor:
+        rate = self.rate_k if self.rate_q is None else self.rate_q
+        assert rate is not None
+        if self.rate_q is not None and self.rate_k is not None:
+            rate = rate + self.rate_k
+        return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
+
 
 class _Compound(Bias):
     """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
@@ -267,6 +279,10 @@ class _Compound(Bias):
     def tile(self, rows: slice, cols: slice) -> Tensor:
         tiles = [tile for part in self.members() if (tile := part.tile(rows, cols)) is not None]
         return sum(tiles[1:], tiles[0])
+
+    def row(self, keys: int) -> Tensor:
+        rows = [row for part in self.members() if (row := part.row(keys)) is not None]
+        return sum(rows[1:], rows[0])
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.members():
@@ -375,6 +391,16 @@ class PathBias(Bias):
         total = F.pad(total[..., :width], (0, max(0, width - total.shape[-1])))
         repeat = self.rate.shape[1] // total.shape[1]
         return self.rate.unsqueeze(-1) * total.to(z.dtype).repeat_interleave(repeat, 1)
+
+    def row(self, keys: int) -> Tensor:
+        probe, probes = self.probe_q / self.probe_q.shape[-1], self.probe_k[:, :, 1:]
+        wide = torch.promote_types(probe.dtype, probes.dtype)
+        with without_autocast(probes):
+            edge = LINKS[self.link](probe.to(wide) @ probes.transpose(-1, -2).to(wide))
+        # from the right, as in `tile`: the edges after each key
+        total = F.pad(edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide), (0, 1))
+        repeat = self.rate.shape[1] // total.shape[1]
+        return self.rate.unsqueeze(-1) * (total if repeat == 1 else total.repeat_interleave(repeat, 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,6 +120,8 @@ class Attention(nn.Module):
         if cache is not None:
             check_cache(cache, encoding, self.kv_shift, self.norms(encoding))
         layout = call_layout(x, encoding, positions, documents, padding, cache)
+        if cache is not None:
+            layout = layout.prepare(cache.preparation, x.dtype)
         return self.run(x, layout, encoding, cache)[0]
 
     def cache(self, *, capacity: int | None = None, rollback: int = 128) -> StreamingCache:
@@ -168,9 +170,8 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, T, D), (B, Hkv, T, D) twice; queries by `norm`, keys not yet: they are shifted before."""
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
         if norm is not None:
             q = norm(q).to(v.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
