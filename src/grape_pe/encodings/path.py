@@ -18,8 +18,8 @@ from ..bias import LogitFunction, TileBias
 from ..precision import WideLinear
 from .base import Encoded, Encoding, HeadShape, State, Tokens
 
-#: tokens whose factors are multiplied by one triangular system
-CHUNK = 32
+#: tokens of a chunk that is solved as one triangular system, and of the largest made of such; powers of 2
+SMALL, LARGE = 32, 128
 
 
 class PaTH(Encoding):
@@ -92,47 +92,43 @@ def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mappi
 class _Products:
     """Products of queries and keys along their paths: O(C + D) a token once, then O(D) a pair of tokens.
 
-    Tokens are cut into chunks of C, so that query row 0 is the first of its chunk; the first and last chunk
-    are filled with zeros (a token with w = 0 changes nothing). Walking back from t, y_s = beta_s <w_s, q> and
-    q <- q - y_s w_s. For all s of a chunk this is one triangular system,
+    Tokens are cut into chunks, so that query row 0 is the first of its chunk; the first and last chunk are
+    filled with zeros (a token with w = 0 changes nothing). For each chunk
 
-        (I + diag(beta) striu(W W^T)) y = diag(beta) W q.
+    - `step` (D, D) takes queries, as rows, from the end of the chunk to the end of the one before;
+    - `past` (C, D) are the keys as queries at the end of the chunk see them;
+    - `inside` (C, C) are the products of its own queries with its keys, `left` (C, D) those queries at the end
+      of the chunk before.
 
-    With U its solution for the right side diag(beta) W,
-
-    - `step` I - U^T W takes queries (rows) from the end of the chunk to the end of the one before;
-    - `past` K - striu(K W^T) U are the keys as queries at the end of the chunk see them;
-    - for queries of the chunk itself the right side is zero where s > t: `inside` are their products with its
-      keys, `left` the queries at the end of the chunk before.
+    Small chunks are solved, then merged in pairs.
     """
 
     def __init__(self, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> None:
-        shift, self.empty = k.shape[2] - q.shape[2], q[:, :, :0] @ k[:, :1, :0].mT
-        self.front = -shift % CHUNK if shift > 0 else -shift  # zeros before the first key
-        self.lead = (shift + self.front) // CHUNK  # chunks before the first query
-        back = -(k.shape[2] + self.front) % CHUNK
-        q = _chunks(q, 0, back)
+        self.size = SMALL
+        while self.size < min(LARGE, k.shape[2]):
+            self.size *= 2
+        shift, self.shape = k.shape[2] - q.shape[2], q.shape[:2]
+        self.front = -shift % self.size if shift > 0 else -shift  # zeros before the first key
+        self.lead = (shift + self.front) // self.size  # chunks before the first query
+        back = -(k.shape[2] + self.front) % self.size
         group = q.shape[1] // k.shape[1]
+        q = _chunks(q, 0, back)
         k, w, beta = (
             _chunks(x, self.front, back).repeat_interleave(group, 1) for x in (k, w, beta.unsqueeze(-1))
         )
-        self.q, self.k = q.unbind(2), k.unbind(2)
-        right = beta * w
-        system, crossed = (right @ w.mT).triu(1), (w @ k.mT).tril(-1)
-        u = _solve(system, right)
-        self.past = (k - crossed.mT @ u).unbind(2)
-        self.step = (torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) - u.mT @ w).unbind(2)
-        k, w, right, system, crossed = (x[:, :, self.lead :] for x in (k, w, right, system, crossed))
-        y = _solve(system, (right @ q.mT).triu()).mT
-        self.left = (q - y @ w).unbind(2)
-        self.inside = (q @ k.mT - y @ crossed).unbind(2)
+        past, step, left, inside = _solve_chunks(q, k, w, beta)
+        while past.shape[3] < self.size:
+            past, step, left, inside, q, k = _merge_pairs(past, step, left, inside, q, k)
+        self.past, self.step, self.k = past.unbind(2), step.unbind(2), k.unbind(2)
+        self.left, self.inside, self.q = left.unbind(2), inside.unbind(2), q.unbind(2)
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         """Walk the chunks of keys from right to left with the queries that have reached them."""
-        if rows.start >= rows.stop or cols.start >= cols.stop:
-            return self.empty.new_zeros(*self.empty.shape[:2], rows.stop - rows.start, cols.stop - cols.start)
-        top, low = rows.start // CHUNK, -(-rows.stop // CHUNK)  # chunks of queries
-        first, last = (cols.start + self.front) // CHUNK, -(-(cols.stop + self.front) // CHUNK)  # of keys
+        size, height, width = self.size, rows.stop - rows.start, cols.stop - cols.start
+        if height <= 0 or width <= 0:
+            return self.q[0].new_zeros(*self.shape, max(0, height), max(0, width))
+        top, low = rows.start // size, -(-rows.stop // size)  # chunks of queries
+        first, last = (cols.start + self.front) // size, -(-(cols.stop + self.front) // size)  # of keys
         columns: list[Tensor] = []
         moving: list[Tensor] = []  # the queries of all chunks after c, at the end of c
         for c in reversed(range(first, max(last, self.lead + low))):
@@ -145,14 +141,55 @@ class _Products:
                 moved = [x @ self.step[c] for x in moving]
                 moving = [_cat([self.left[own], *moved], 2)] if top <= own < low else moved
         tile = _cat(columns[::-1], 3)
-        below, right = rows.start - top * CHUNK, cols.start + self.front - first * CHUNK
-        return tile[:, :, below : below + rows.stop - rows.start, right : right + cols.stop - cols.start]
+        below, right = rows.start - top * size, cols.start + self.front - first * size
+        return tile[:, :, below : below + height, right : right + width]
+
+
+def _solve_chunks(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """past, step, left and inside of small chunks (B, H, n, C, D); queries belong to the last of them.
+
+    Walking back from t, y_s = beta_s <w_s, q> and q <- q - y_s w_s. For all s of a chunk this is one system,
+    (I + diag(beta) striu(W W^T)) y = diag(beta) W q. U is its solution for the right side diag(beta) W; for
+    queries of the chunk itself the right side is zero where s > t.
+    """
+    right = beta * w
+    system, crossed = (right @ w.mT).triu(1), (w @ k.mT).tril(-1)
+    u = _solve(system, right)
+    past = k - crossed.mT @ u
+    step = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) - u.mT @ w
+    own = slice(k.shape[2] - q.shape[2], None)
+    k, w, right, system, crossed = (x[:, :, own] for x in (k, w, right, system, crossed))
+    y = _solve(system, (right @ q.mT).triu()).mT
+    return past, step, q - y @ w, q @ k.mT - y @ crossed
+
+
+def _merge_pairs(
+    past: Tensor, step: Tensor, left: Tensor, inside: Tensor, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same of chunks twice as long."""
+    (past_a, past_b), (step_a, step_b) = _pairs(past), _pairs(step)
+    (left_a, left_b), (inside_a, inside_b) = _pairs(left), _pairs(inside)
+    own = slice(past_a.shape[2] - left_a.shape[2], None)
+    ahead = _pairs(q)[0] @ _pairs(k)[1][:, :, own].mT
+    rows = torch.cat([inside_a, ahead], -1), torch.cat([left_b @ past_a[:, :, own].mT, inside_b], -1)
+    return (
+        torch.cat([past_a @ step_b.mT, past_b], 3),
+        step_b @ step_a,
+        torch.cat([left_a, left_b @ step_a[:, :, own]], 3),
+        torch.cat(rows, 3),
+        q.unflatten(2, (-1, 2)).flatten(3, 4),
+        k.unflatten(2, (-1, 2)).flatten(3, 4),
+    )
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, ...]:
+    return x.unflatten(2, (-1, 2)).unbind(3)
 
 
 def _chunks(x: Tensor, front: int, back: int) -> Tensor:
     """(B, H, n, C, features), with zeros before and after."""
     padded = F.pad(x, (0, 0, front, back)) if front or back else x
-    return padded.unflatten(2, (padded.shape[2] // CHUNK, CHUNK))
+    return padded.unflatten(2, (padded.shape[2] // SMALL, SMALL))
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
