@@ -32,7 +32,6 @@ ProbeRotation = Literal["key", "relative", "none"]
 BiasT = TypeVar("BiasT", bound="Bias")
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 LogitFunction = Callable[[slice, slice], Tensor]
-ProductFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], float], LogitFunction]
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 # Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
@@ -120,6 +119,13 @@ class Bias:
         What all tiles share is computed here, once for a call of attention.
         """
         return None
+
+    def settled(self, last: int) -> Self:
+        """The same for queries after all these keys, at less cost a query; the `last` keys stay as they are.
+
+        A cache calls it now and then with what it holds, before new tokens come.
+        """
+        return self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
@@ -383,16 +389,12 @@ class TileBias(Bias):
 
     `scale`: None when the function returns logits, as every other kind of bias does. A number when it
     returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place.
-
-    `product`: with a `scale`, `product(query, key, scale)` may return a function of (rows, cols) that gives
-    scale * (<q, k> + tile). Blockwise attention then computes that instead of both parts.
     """
 
     function: TileFunction
     query: Mapping[str, Tensor]
     key: Mapping[str, Tensor]
     scale: float | None = None
-    product: ProductFunction | None = None
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         tensors = [*self.query.values(), *self.key.values()]
@@ -402,11 +404,6 @@ class TileBias(Bias):
 
     def at_scale(self, scale: float) -> TileBias:
         return self if self.scale is None else replace(self, scale=scale)
-
-    def logits(self) -> LogitFunction | None:
-        if self.scale is None or self.product is None:
-            return None
-        return self.product(self.query, self.key, self.scale)
 
     def views(self) -> dict[str, Tensor]:
         return {f"query.{name}": tensor for name, tensor in self.query.items()}
@@ -491,6 +488,9 @@ class SumBias(Bias):
 
     def at_scale(self, scale: float) -> SumBias:
         return SumBias(tuple(part.at_scale(scale) for part in self.parts))
+
+    def settled(self, last: int) -> SumBias:
+        return SumBias(tuple(part.settled(last) for part in self.parts))
 
     def logits(self) -> LogitFunction | None:
         for i, part in enumerate(self.parts):

@@ -9,10 +9,13 @@ product plus what the path changes. The products are computed exactly in O(T^2 D
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from ..bias import LogitFunction, TileBias
 from ..precision import WideLinear
@@ -31,6 +34,7 @@ class PaTH(Encoding):
 
     transforms = True
     contextual = True
+    settles = True
     nonpositive = False
 
     def __init__(self, shape: HeadShape, *, rank: int = 32, conv: int = 3) -> None:
@@ -59,13 +63,13 @@ class PaTH(Encoding):
         beta = 2 * torch.sigmoid(self.strength(tokens.x).to(tokens.working)).transpose(1, 2)
         query = {"q": tokens.q.to(tokens.working)}
         key = {"k": tokens.k.to(tokens.working), "w": w, "beta": beta}
-        bias = TileBias(_path_tile, query, key, self.shape.head_dim**-0.5, path_products)
+        bias = PaTHBias(_path_tile, query, key, scale=self.shape.head_dim**-0.5)
         return Encoded(tokens.q, tokens.k, bias, state)
 
     def _convolve(self, features: Tensor, state: State) -> tuple[Tensor, State]:
         """Depthwise, causal, zero before the first token; the state is the tail it still needs."""
         if self.conv is None:
-            return features, None
+            return features, features[:, :1]  # read by none; a cache keeps it for tokens that can be taken back
         tail = self.conv.kernel_size[0] - 1
         before = F.pad(features, (tail, 0))
         if state is not None:
@@ -73,6 +77,30 @@ class PaTH(Encoding):
         if features.shape[-1] == 0:
             return features, before
         return F.conv1d(before, self.conv.weight.to(before.dtype), groups=self.conv.groups), before
+
+
+class PaTHBias(TileBias):
+    """What the path changes, from q and from k, w and beta of the keys."""
+
+    def logits(self) -> LogitFunction:
+        assert self.scale is not None
+        return path_products(self.query, self.key, self.scale)
+
+    def settled(self, last: int) -> PaTHBias:
+        """Keys k_j <- H_e … H_{j+1} k_j, with e the token before the `last`; then beta = 0 up to e."""
+        k, w, beta = (self.key[name] for name in ("k", "w", "beta"))
+        start, end = _unit_factors(beta), k.shape[2] - last
+        if end - start < LARGE:
+            return self
+        parts = _Products(k[:, :, :0], *(x[:, :, start:end] for x in (k, w, beta)))
+        through, seen = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device), []
+        for past, step in zip(parts.past[::-1], parts.step[::-1], strict=True):
+            seen.append(past @ through.mT)
+            through = through @ step
+        middle = torch.cat(seen[::-1], 2)[:, :, parts.front :]
+        k = torch.cat([k[:, :, :start] @ through.mT, middle, k[:, :, end:]], 2)
+        beta = torch.cat([torch.zeros_like(beta[:, :, :end]), beta[:, :, end:]], 2)
+        return replace(self, key={"k": k, "w": w, "beta": beta})
 
 
 def path_products(
@@ -89,6 +117,15 @@ def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mappi
     return path_products(query, key)(rows, cols) - plain
 
 
+def _unit_factors(beta: Tensor) -> int:
+    """How many of the first tokens have beta = 0, so that H = I; 0 where values may not be looked at."""
+    hidden = torch.compiler.is_compiling() or is_fake(beta) or is_functorch_wrapped_tensor(beta)
+    if hidden or beta.requires_grad or beta.device.type != "cpu" or beta.shape[2] == 0:
+        return 0
+    other = (beta != 0).flatten(0, 1).any(0)
+    return int(other.to(torch.uint8).argmax()) if bool(other.any()) else beta.shape[2]
+
+
 class _Products:
     """Products of queries and keys along their paths: O(C + D) a token once, then O(D) a pair of tokens.
 
@@ -100,10 +137,16 @@ class _Products:
     - `inside` (C, C) are the products of its own queries with its keys, `left` (C, D) those queries at the end
       of the chunk before.
 
-    Small chunks are solved, then merged in pairs.
+    Small chunks are solved, then merged in pairs. Keys before the first query and before any beta but 0 need
+    none of it: queries that have passed all chunks see those `old` keys as they are.
     """
 
     def __init__(self, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> None:
+        group, before = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+        settled = min(before, _unit_factors(beta)) if before > LARGE else 0
+        self.settled = settled if settled > LARGE else 0
+        self.old = k[:, :, : self.settled].repeat_interleave(group, 1)
+        k, w, beta = (x[:, :, self.settled :] for x in (k, w, beta))
         self.size = SMALL
         while self.size < min(LARGE, k.shape[2]):
             self.size *= 2
@@ -111,7 +154,6 @@ class _Products:
         self.front = -shift % self.size if shift > 0 else -shift  # zeros before the first key
         self.lead = (shift + self.front) // self.size  # chunks before the first query
         back = -(k.shape[2] + self.front) % self.size
-        group = q.shape[1] // k.shape[1]
         q = _chunks(q, 0, back)
         k, w, beta = (
             _chunks(x, self.front, back).repeat_interleave(group, 1) for x in (k, w, beta.unsqueeze(-1))
@@ -126,9 +168,11 @@ class _Products:
         """Walk the chunks of keys from right to left with the queries that have reached them."""
         size, height, width = self.size, rows.stop - rows.start, cols.stop - cols.start
         if height <= 0 or width <= 0:
-            return self.q[0].new_zeros(*self.shape, max(0, height), max(0, width))
+            return self.old.new_zeros(*self.shape, max(0, height), max(0, width))
         top, low = rows.start // size, -(-rows.stop // size)  # chunks of queries
-        first, last = (cols.start + self.front) // size, -(-(cols.stop + self.front) // size)  # of keys
+        start, stop = (max(0, at - self.settled) + self.front for at in (cols.start, cols.stop))
+        old = self.old[:, :, cols.start : cols.stop]
+        first, last = start // size if old.shape[2] == 0 else 0, -(-stop // size)  # chunks of keys
         columns: list[Tensor] = []
         moving: list[Tensor] = []  # the queries of all chunks after c, at the end of c
         for c in reversed(range(first, max(last, self.lead + low))):
@@ -137,12 +181,13 @@ class _Products:
                 ahead = [torch.cat(self.q[top : min(own, low)], 2) @ self.k[c].mT] if top < own else []
                 here = [self.inside[own]] if top <= own < low else []
                 columns.append(_cat(ahead + here + [x @ self.past[c].mT for x in moving], 2))
-            if c > first:
+            if c > first or old.shape[2]:
                 moved = [x @ self.step[c] for x in moving]
                 moving = [_cat([self.left[own], *moved], 2)] if top <= own < low else moved
-        tile = _cat(columns[::-1], 3)
-        below, right = rows.start - top * size, cols.start + self.front - first * size
-        return tile[:, :, below : below + height, right : right + width]
+        below = slice(rows.start - top * size, rows.start - top * size + height)
+        columns = [_cat(columns[::-1], 3)[:, :, below, start - first * size :]] if columns else []
+        seen = [moving[0][:, :, below] @ old.mT] if old.shape[2] else []
+        return _cat(seen + columns, 3)[..., :width]
 
 
 def _solve_chunks(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -177,13 +222,17 @@ def _merge_pairs(
         step_b @ step_a,
         torch.cat([left_a, left_b @ step_a[:, :, own]], 3),
         torch.cat(rows, 3),
-        q.unflatten(2, (-1, 2)).flatten(3, 4),
-        k.unflatten(2, (-1, 2)).flatten(3, 4),
+        _paired(q).flatten(3, 4),
+        _paired(k).flatten(3, 4),
     )
 
 
+def _paired(x: Tensor) -> Tensor:
+    return x.unflatten(2, (x.shape[2] // 2, 2))
+
+
 def _pairs(x: Tensor) -> tuple[Tensor, ...]:
-    return x.unflatten(2, (-1, 2)).unbind(3)
+    return _paired(x).unbind(3)
 
 
 def _chunks(x: Tensor, front: int, back: int) -> Tensor:
