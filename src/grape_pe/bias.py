@@ -9,7 +9,7 @@ Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe feature
 
 When Tq < Tk the last query stands at the last key, so query row r is the token r + Tk - Tq.
 A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t. The
-exception is a `TileBias` that replaces a part of <q, k> itself (PaTH): it has a `scale`, which `attend` sets
+exception is a `TileBias` of products that stand in place of <q, k> (PaTH): it has a `scale`, which `attend` sets
 to its own through `at_scale`.
 """
 
@@ -48,6 +48,10 @@ class Bias:
     def tile(self, rows: slice, cols: slice) -> Tensor | None:
         """b[rows, cols] as (B or 1, H or 1, rows, cols); None stands for zero."""
         raise TypeError(f"{type(self).__name__} is abstract: use one of the kinds in grape_pe.bias")
+
+    def row(self, keys: int) -> Tensor | None:
+        """The tile of a single query and all its `keys`: (B|1, H|1, 1, keys)."""
+        return self.tile(slice(0, 1), slice(0, keys))
 
     def views(self) -> dict[str, Tensor]:
         """What belongs to queries, by name: (B|1, H|1, Tq|1, …)."""
@@ -247,7 +251,8 @@ class SlopeTerm(Bias):
         return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        new = (tensors.get(name, getattr(self, name)) for name in ("c_q", "c_k", "rate_q", "rate_k"))
+        return SlopeTerm(*new, self.counts)
 
     def rebased(self, offset: float) -> SlopeTerm:
         return replace(self, c_k=self.c_k - offset) if self.counts == "positions" else self
@@ -277,6 +282,13 @@ class SlopeTerm(Bias):
         assert isinstance(rate, Tensor)
         return rate * offset.to(rate.dtype)
 
+    def row(self, keys: int) -> Tensor:
+        rate = self.rate_k if self.rate_q is None else self.rate_q
+        assert rate is not None
+        if self.rate_q is not None and self.rate_k is not None:
+            rate = rate + self.rate_k
+        return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
+
 
 @dataclass(frozen=True, eq=False)
 class SlopeBias(Bias):
@@ -290,6 +302,9 @@ class SlopeBias(Bias):
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         return sum((term.tile(rows, cols) for term in self.terms[1:]), self.terms[0].tile(rows, cols))
+
+    def row(self, keys: int) -> Tensor:
+        return sum((term.row(keys) for term in self.terms[1:]), self.terms[0].row(keys))
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for term in self.terms:
@@ -378,6 +393,16 @@ class PathBias(Bias):
         total = F.pad(total[..., :width], (0, max(0, width - total.shape[-1])))
         repeat = self.rate.shape[1] // total.shape[1]
         return self.rate.unsqueeze(-1) * total.to(z.dtype).repeat_interleave(repeat, 1)
+
+    def row(self, keys: int) -> Tensor:
+        probe, probes = self.probe_q / self.probe_q.shape[-1], self.probe_k[:, :, 1:]
+        wide = torch.promote_types(probe.dtype, probes.dtype)
+        with without_autocast(probes):
+            edge = LINKS[self.link](probe.to(wide) @ probes.transpose(-1, -2).to(wide))
+        # from the right, as in `tile`: the edges after each key
+        total = F.pad(edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide), (0, 1))
+        repeat = self.rate.shape[1] // total.shape[1]
+        return self.rate.unsqueeze(-1) * (total if repeat == 1 else total.repeat_interleave(repeat, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -469,6 +494,10 @@ class SumBias(Bias):
             tile for tile in (part.tile(rows, cols) for part in self.parts) if tile is not None
         ]
         return sum(tiles[1:], tiles[0])
+
+    def row(self, keys: int) -> Tensor:
+        rows: list[Any] = [row for row in (part.row(keys) for part in self.parts) if row is not None]
+        return sum(rows[1:], rows[0])
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.parts:

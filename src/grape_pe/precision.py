@@ -54,6 +54,8 @@ class WideLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = working_dtype(x.dtype)
+        if x.dtype == self.weight.dtype == wide and not torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(wide)
         with without_autocast(x):
             return F.linear(x.to(wide), self.weight.to(wide), bias)

@@ -2,8 +2,8 @@
 
     logit(t, j) = scale * k_j^T H_{j+1} … H_t q_t,      H_s = I - beta_s w_s w_s^T
 
-It is no rotation (Eq. S7) and no function of two traces, so it is given as a `TileBias`: the plain
-product plus what the path changes. The products are computed exactly in O(T^2 D), by chunks of tokens.
+It is no rotation (Eq. S7) and no function of two traces, so it is given as a `TileBias` that is the whole
+score, and the encoded queries are zero. It is computed exactly in O(T^2 D), by chunks of tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PaTH(Encoding):
         query = {"q": tokens.q.to(tokens.working)}
         key = {"k": tokens.k.to(tokens.working), "w": w, "beta": beta}
         bias = PaTHBias(_path_tile, query, key, scale=self.shape.head_dim**-0.5)
-        return Encoded(tokens.q, tokens.k, bias, state)
+        return Encoded(0.0 * tokens.q, tokens.k, bias, state)  # NaNs stay
 
     def _convolve(self, features: Tensor, state: State) -> tuple[Tensor, State]:
         """Depthwise, causal, zero before the first token; the state is the tail it still needs."""
@@ -80,7 +80,7 @@ class PaTH(Encoding):
 
 
 class PaTHBias(TileBias):
-    """What the path changes, from q and from k, w and beta of the keys."""
+    """The whole score, from q and from k, w and beta of the keys; the plain product <q, k> must be zero."""
 
     def logits(self) -> LogitFunction:
         assert self.scale is not None
@@ -111,10 +111,7 @@ def path_products(
 
 
 def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:
-    """What the path changes: the tile of `path_products` less that of the plain product; not scaled."""
-    q, k = query["q"][:, :, rows], key["k"][:, :, cols]
-    plain = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-    return path_products(query, key)(rows, cols) - plain
+    return path_products(query, key)(rows, cols)
 
 
 def _unit_factors(beta: Tensor) -> int:

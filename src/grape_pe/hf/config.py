@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -51,7 +51,7 @@ class GrapeConfig(PreTrainedConfig):
     sinks: int = 0
     shared_encoding: bool = False
     kv_shift: bool = False
-    qk_norm: bool = True
+    qk_norm: bool | Literal["after"] = True
     rollback: int = 128
     layer_types: list[str] | None = None
 

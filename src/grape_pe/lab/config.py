@@ -53,7 +53,10 @@ class ModelSection(Section):
     hidden: Natural = Field(0, description="features inside the SwiGLU; 0: floor(8/3 width)")
     vocab_size: Natural = Field(0, description="0: the tokenizer's, rounded up to a multiple of 64")
     shared_encoding: bool = Field(False, description="one encoding for all layers")
-    qk_norm: bool = True
+    qk_norm: bool | Literal["after"] = Field(
+        True,
+        description="learned RMSNorm of queries and keys; after: after the rotation, as the authors' code has it",
+    )
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = Field(True, description="one matrix for embedding and head")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..encodings import Encoding, build
 from ..layers import Attention
+from ..layers.arguments import QKNorm, check_qk_norm
 from .by_layer import LayerSetting, label, layer_settings, options_for
 
 #: our names and those of Hugging Face's configurations, in which models are saved
@@ -48,7 +49,8 @@ class DecoderConfig:
             with None for layers that see all tokens. sinks: first tokens visible outside every window.
         shared_encoding: one encoding for the whole model instead of one for each layer.
         kv_shift: mix each key and value with the previous one.
-        qk_norm: RMS-normalise queries and keys before they are encoded.
+        qk_norm: RMS-normalise queries and keys before they are encoded; "after": after the rotation, as the
+            authors' RoPE and GRAPE-M models do.
         tied: one matrix for the embedding and the head.
     """
 
@@ -65,7 +67,7 @@ class DecoderConfig:
     sinks: int = 0
     shared_encoding: bool = False
     kv_shift: bool = False
-    qk_norm: bool = True
+    qk_norm: QKNorm = True
     norm_eps: float = 1e-5
     tied: bool = True
 
@@ -79,6 +81,7 @@ class DecoderConfig:
             raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         if not isinstance(self.encoding_options, Mapping):
             raise TypeError(f"encoding_options must be a mapping, got {self.encoding_options!r}")
+        check_qk_norm(self.qk_norm)
         self._check_layers()
 
     def _check_layers(self) -> None:
