@@ -69,7 +69,9 @@ class PaTH(Encoding):
     def _convolve(self, features: Tensor, state: State) -> tuple[Tensor, State]:
         """Depthwise, causal, zero before the first token; the state is the tail it still needs."""
         if self.conv is None:
-            return features, features[:, :1]  # read by none; a cache keeps it for tokens that can be taken back
+            return features, features[
+                :, :1
+            ]  # read by none; a cache keeps it for tokens that can be taken back
         tail = self.conv.kernel_size[0] - 1
         before = F.pad(features, (tail, 0))
         if state is not None:
