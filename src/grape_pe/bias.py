@@ -9,7 +9,7 @@ Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe feature
 
 When Tq < Tk the last query stands at the last key, so query row r is the token r + Tk - Tq.
 A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t. The
-exception is a `TileBias` that replaces a part of <q, k> itself (PaTH): it has a `scale`, which `attend` sets
+exception is a `TileBias` of products that stand in place of <q, k> (PaTH): it has a `scale`, which `attend` sets
 to its own through `at_scale`.
 """
 
@@ -30,6 +30,7 @@ from .precision import exact_dtype, without_autocast
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+LogitFunction = Callable[[slice, slice], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 # Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
@@ -117,6 +118,20 @@ class Bias:
 
     def at_scale(self, scale: float) -> Self:
         """The same bias in attention with this scale of <q, k>; `attend` asks for it before any `tile`."""
+        return self
+
+    def logits(self) -> LogitFunction | None:
+        """A function of (rows, cols) that returns scale <q, k> + b, if that costs less than b alone; else None.
+
+        What all tiles share is computed here, once for a call of attention.
+        """
+        return None
+
+    def settled(self, last: int) -> Self:
+        """The same for queries after all these keys, at less cost a query; the `last` keys stay as they are.
+
+        A cache calls it now and then with what it holds, before new tokens come.
+        """
         return self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -484,6 +499,17 @@ class SumBias(_Compound):
 
     def at_scale(self, scale: float) -> SumBias:
         return self.changed(lambda i, part: part.at_scale(scale))
+
+    def settled(self, last: int) -> SumBias:
+        return SumBias(tuple(part.settled(last) for part in self.parts))
+
+    def logits(self) -> LogitFunction | None:
+        for i, part in enumerate(self.parts):
+            logits = part.logits()
+            if logits is not None:
+                rest = SumBias((*self.parts[:i], *self.parts[i + 1 :]))
+                return lambda rows, cols: logits(rows, cols) + rest.tile(rows, cols)
+        return None
 
     def queries(self, rows: slice) -> SumBias:
         return self.changed(lambda i, part: part.queries(rows))
