@@ -166,7 +166,9 @@ class GatedSlope(SlopeEncoding):
             rate_q = _total(scale * F.softplus(tokens.q.to(v.dtype) @ v))
         if u is not None:
             gate = F.softplus(tokens.k.to(u.dtype) @ u)
-            rate_k = _total(scale * (gate if self.shape.group == 1 else gate.repeat_interleave(self.shape.group, 1)))
+            rate_k = _total(
+                scale * (gate if self.shape.group == 1 else gate.repeat_interleave(self.shape.group, 1))
+            )
         return Encoded(tokens.q, tokens.k, self.offsets(tokens, rate_q, rate_k))
 
 
