@@ -140,6 +140,10 @@ class StreamingCache:
         documents: Tensor | None = None,
     ) -> Layout:
         self.encoding.check(q, k, x)
+        if len(self.sequences.lengths) not in (0, q.shape[0]):
+            raise ValueError(
+                f"the cache holds {len(self.sequences.lengths)} sequences, the call has {q.shape[0]}"
+            )
         given = {"positions": positions, "padding": padding, "documents": documents}
         where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
         layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
