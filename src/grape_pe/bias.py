@@ -16,7 +16,7 @@ to its own through `at_scale`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -281,6 +281,12 @@ class SlopeTerm(Bias):
         return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
 
 
+def _total(tiles: Sequence[Tensor | None]) -> Tensor:
+    """Their sum. (torch.compile traces no `:=` in a comprehension.)"""
+    given = [tile for tile in tiles if tile is not None]
+    return sum(given[1:], given[0])
+
+
 class _Compound(Bias):
     """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
 
@@ -292,12 +298,10 @@ class _Compound(Bias):
         return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles = [tile for part in self.members() if (tile := part.tile(rows, cols)) is not None]
-        return sum(tiles[1:], tiles[0])
+        return _total([part.tile(rows, cols) for part in self.members()])
 
     def row(self, keys: int) -> Tensor:
-        rows = [row for part in self.members() if (row := part.row(keys)) is not None]
-        return sum(rows[1:], rows[0])
+        return _total([part.row(keys) for part in self.members()])
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.members():
