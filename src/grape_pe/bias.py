@@ -139,10 +139,13 @@ def _check_lengths(query_length: int | None, key_length: int | None, queries: in
 
 
 def _check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
-    """Each axis must have one of the sizes allowed for it."""
-    fits = tensor.dim() == len(allowed)
-    for n, sizes in zip(tensor.shape, allowed, strict=False):
-        fits = fits and any(n == size for size in sizes)  # torch.compile traces `==` of symbols, but not `in`
+    """Each axis must have one of the one or two sizes allowed for it."""
+    shape = tensor.shape
+    fits = len(shape) == len(allowed)
+    for n, sizes in zip(shape, allowed, strict=False):
+        fits = fits and (
+            n == sizes[0] or n == sizes[-1]
+        )  # torch.compile traces `==` of symbols, but not `in`
     if not fits:
         wanted = ", ".join(" or ".join(map(str, sorted(set(sizes)))) for sizes in allowed)
         raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
@@ -265,7 +268,8 @@ class _Compound(Bias):
         return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles = [tile for part in self.members() if (tile := part.tile(rows, cols)) is not None]
+        tiles = [part.tile(rows, cols) for part in self.members()]
+        tiles = [tile for tile in tiles if tile is not None]
         return sum(tiles[1:], tiles[0])
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
