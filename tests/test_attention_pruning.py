@@ -47,6 +47,18 @@ def test_pruned_equals_unpruned(kind, mask):
         assert apart <= 4 * torch.finfo(torch.float32).eps * right.norm() + 2e-6, name
 
 
+def test_long_query_probes_prune_exactly():
+    """Nothing bounds an edge of grape-ap: probes thirty times as long, edges of hundreds of nats."""
+    i = inputs(LENGTH, **SHAPE)
+    i = rounded({**i, "probe_q": 30 * i["probe_q"]}, torch.float32)
+    full = evaluate(i, "path", "cpu", torch.float32, {}, prune=None)
+    with record_pruning() as report:
+        cut = evaluate(i, "path", "cpu", torch.float32, {})
+    assert report.fraction > 0.1
+    for name, right in full.items():
+        assert (cut[name] - right).norm() <= 4 * torch.finfo(torch.float32).eps * right.norm() + 2e-6, name
+
+
 def test_unpruned_skips_nothing():
     i = inputs(LENGTH, **SHAPE)
     with record_pruning() as report:
@@ -124,7 +136,7 @@ def test_not_a_number_is_never_skipped():
 @pytest.mark.parametrize("kind", ("alibi", "fox", "path", "slope+path"))
 @pytest.mark.parametrize("learns", (False, True))
 def test_threshold_bounds_what_is_dropped(kind, learns):
-    """keys (1 + reach) e^-tau is half the spacing of float32; reach is the span of c and a path's edges."""
+    """keys (1 + reach) e^-tau is half the spacing of float32; reach is the span of c and a path's edges' bound."""
     i = cast(inputs(700, **SHAPE), torch.bfloat16, grad=learns)
     masks = Masks(700, 700, torch.device("cpu"))
     p = AttentionProblem.build(i["q"], i["k"], i["v"], BIASES[kind](i), masks, 1.0, "auto")
@@ -132,7 +144,10 @@ def test_threshold_bounds_what_is_dropped(kind, learns):
     reach = 0.0
     if p.bias_learns:
         c = torch.cat([x.flatten() for x in (p.c_q, p.c_k) if x is not None] or [torch.zeros(1)])
-        reach = (c.max() - c.min()).item() + (700 if p.probe_q is not None else 0)
+        reach = (c.max() - c.min()).item()
+        if p.probe_q is not None:
+            longest = p.probe_q.norm(dim=-1).max() * p.probe_k.norm(dim=-1).max() / p.probe_q.shape[-1]
+            reach += 700 * (1 + longest.item())
     tau = pruning.tau(p)
     assert tau.dtype == torch.float32 and tau.dim() == 0
     assert 700 * (1 + reach) * math.exp(-tau.item()) == pytest.approx(2.0**-24, rel=1e-4)

@@ -76,7 +76,7 @@ TABLE = [
     Row("grape-ap", options={"probe_rotation": "relative", "link": "bounded"}),
     Row("grape-ap", options={"probe_rotation": "none", "probe_dim": 3}),
     Row("grape-ap", options={"probe_rotation": "relative", "probe": "q"}),
-    Row("grape-ap", options={"probe_rotation": "relative", "probe": "k", "normalize_query": False}),
+    Row("grape-ap", options={"probe_rotation": "relative", "probe": "k", "normalize_query": True}),
     Row("grape-ap", options={"probe_rotation": "relative", "probe": "v"}),
     Row("liere", ROTATION, shift=2**10),
     Row("liere", ("norm",), {"coords": 2, "per_head": False}, relative=False, min_dim=3),

@@ -81,9 +81,95 @@ def test_it_is_its_formula():
     close(layer(x), layer.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
 
 
+def test_norm_after_is_its_formula():
+    """KV-shift, then the rotation, then the learned norm, then the softmax, written out."""
+    layer, x = made("rope", qk_norm="after"), inputs()
+    q, k, v = (p(x).view(2, T, -1, 8).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    k, v, _ = layer.kv_shift(k, v, x)
+    code = layer.encoding(q, k)
+    q, k = (
+        side / (side.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        for side, norm in ((code.q, layer.q_norm), (code.k, layer.k_norm))
+    )
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = (q @ k.mT / 8**0.5).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), float("-inf"))
+    close(layer(x), layer.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("name", ["rope", "grape-m", "grape-m-ctx", "grape-m-basis", "rope+fox"])
+def test_norm_after_equals_norm_before_with_equal_weights_only(name):
+    """A rotation keeps the length and commutes with one scale; with a weight for each coordinate it does not."""
+    before, x = made(name), inputs()
+    after = made(name, qk_norm="after")
+    assert before(x).sub(after(x)).abs().max() > 1e-3
+    with torch.no_grad():
+        for layer in (before, after):
+            layer.q_norm.weight.fill_(1.3)
+            layer.k_norm.weight.fill_(0.7)
+    close(after(x), before(x))
+
+
+@pytest.mark.parametrize("name", ["nope", "alibi", "fox", "grape-a-qk", "grape-ap", "path"])
+def test_norm_after_without_a_rotation_is_the_norm_before(name):
+    x = inputs()
+    assert torch.equal(made(name, qk_norm="after")(x), made(name)(x))
+
+
+@pytest.mark.parametrize("name", ["rope", "grape-m", "rope+grape-a-qk"])
+def test_norm_after_breaks_the_relative_law(name):
+    """Shifted positions change the output with learned weights, and do not with weights of one."""
+    layer, x, positions = made(name, qk_norm="after"), inputs(), torch.arange(T)
+    moved = layer(x, positions=positions + 5) - layer(x, positions=positions)
+    assert moved.abs().max() > 1e-4
+    with torch.no_grad():
+        layer.q_norm.weight.fill_(1.0)
+        layer.k_norm.weight.fill_(1.0)
+    close(layer(x, positions=positions + 5), layer(x, positions=positions))
+
+
+def test_norm_after_refuses_what_needs_the_law():
+    layer, x = made("rope", qk_norm="after"), inputs()
+    cache = layer.cache()
+    with torch.no_grad():
+        layer(x, cache=cache)
+    with pytest.raises(ValueError, match="after the rotation"):
+        cache.rebase(3)
+    saved, other = cache.state_dict(), made("rope").cache()
+    with pytest.raises(ValueError, match="norm after"):
+        other.load_state_dict(saved)
+    with pytest.raises(ValueError, match='"after"'):
+        made("rope", qk_norm="behind")
+
+
+@pytest.mark.parametrize("norm, gate", [(True, False), (False, True), (True, True)])
+def test_output_norm_and_gate_are_their_formula(norm, gate):
+    """Each head's output over its root mean square, times its weight, times sigmoid(W x); then the projection."""
+    layer, x = made("rope+fox", output_norm=norm, output_gate=gate), inputs()
+    plain = copy.deepcopy(layer)
+    plain.o_norm = plain.g_proj = None
+    plain.o_proj = torch.nn.Identity()
+    read = plain(x)
+    want = torch.empty_like(read)
+    for h in range(4):
+        part = slice(8 * h, 8 * h + 8)
+        want[..., part] = read[..., part]
+        if norm:
+            size = (read[..., part].pow(2).sum(-1, keepdim=True) / 8 + 1e-5).sqrt()
+            want[..., part] = read[..., part] / size * layer.o_norm.weight
+        if gate:
+            want[..., part] *= 1 / (1 + torch.exp(-x @ layer.g_proj.weight[part].T))
+    close(layer(x), want @ layer.o_proj.weight.T)
+    with torch.no_grad():
+        for cuts in CUTS:
+            close(stream(layer, x, cuts), layer(x))
+    layer(x).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("qk_norm", [True, "after"])
 @pytest.mark.parametrize("name", NAMES)
-def test_cached_is_uncached(name):
-    layer, x = made(name), inputs()
+def test_cached_is_uncached(name, qk_norm):
+    layer, x = made(name, qk_norm=qk_norm), inputs()
     with torch.no_grad():
         want = layer(x)
         for cuts in CUTS:

@@ -272,28 +272,38 @@ def test_rotation_and_bias_are_one_action_of_the_joint_group():
 
 @pytest.mark.parametrize("rotation", ["key", "relative", "none"])
 @pytest.mark.parametrize("link", ["logsigmoid", "bounded"])
-def test_path_integral_is_its_sum(rotation: str, link: str):
+@pytest.mark.parametrize("unit", [None, False, True])
+def test_path_integral_is_its_sum(rotation: str, link: str, unit: bool | None):
     torch.manual_seed(0)
-    enc = grape.build("grape-ap", probe_rotation=rotation, link=link, **SHAPE).double()
+    options = {} if unit is None else {"normalize_query": unit}
+    enc = grape.build("grape-ap", probe_rotation=rotation, link=link, **options, **SHAPE).double()
     data = testing.sample(enc, batch=1, tokens=7)
-    p = F.rms_norm(enc.projection(data.x).view(1, 7, 4, 8), (8,), eps=1e-5)[0]
+    raw = enc.projection(data.x).view(7, 4, 8)
+    p = raw / (raw.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    query = p if unit else raw
     turn = [torch.linalg.matrix_exp(n * groups.complex_structure(8, dtype=torch.float64)) for n in range(7)]
     g = F.logsigmoid if link == "logsigmoid" else (lambda z: torch.sigmoid(z) - 1)
     got = bias_of(enc, data)
     for h in (0, 3):
         for t in range(7):
-            left = turn[t] @ p[t, h] if rotation == "relative" else p[t, h]
+            left = turn[t] @ query[t, h] if rotation == "relative" else query[t, h]
             for j in range(7):
                 right = [p[n, h] if rotation == "none" else turn[n] @ p[n, h] for n in range(j + 1, t + 1)]
                 want = sum(alibi_slopes(4)[h] * g(left @ r / 8) for r in right) if right else 0.0
                 assert abs(got[0, h, t, j] - want) < EXACT
 
 
-def test_path_attention_is_the_product_of_its_factors():
+@pytest.mark.parametrize("conv", [0, 3])
+def test_path_attention_is_the_product_of_its_factors(conv: int):
     torch.manual_seed(0)
-    enc = grape.build("path", conv=0, kv_heads=2, **SHAPE).double()
+    enc = grape.build("path", conv=conv, kv_heads=2, **SHAPE).double()
     data = testing.sample(enc, batch=1, tokens=6)
-    w = F.normalize(enc.up(enc.down(data.x)).view(6, 2, 16), dim=-1)
+    features = enc.up(enc.down(data.x))[0]
+    if conv:  # depthwise and causal, then SiLU
+        taps, before = enc.conv.weight[:, 0], F.pad(features, (0, 0, 2, 0))
+        features = sum(taps[:, i] * before[i : i + 6] for i in range(3))
+        features = features * torch.sigmoid(features)
+    w = F.normalize(features.view(6, 2, 16), dim=-1)
     beta = 2 * torch.sigmoid(enc.strength(data.x))[0]
     got = testing.scores(enc, data)
     for h, t, j in ((0, 5, 0), (3, 4, 1), (1, 2, 2)):

@@ -9,7 +9,7 @@ Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe feature
 
 When Tq < Tk the last query stands at the last key, so query row r is the token r + Tk - Tq.
 A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t. The
-exception is a `TileBias` that replaces a part of <q, k> itself (PaTH): it has a `scale`, which `attend` sets
+exception is a `TileBias` of products that stand in place of <q, k> (PaTH): it has a `scale`, which `attend` sets
 to its own through `at_scale`.
 """
 
@@ -30,6 +30,7 @@ from .precision import exact_dtype, without_autocast
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+LogitFunction = Callable[[slice, slice], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 # Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
@@ -46,6 +47,10 @@ class Bias:
     def tile(self, rows: slice, cols: slice) -> Tensor | None:
         """b[rows, cols] as (B or 1, H or 1, rows, cols); None stands for zero."""
         raise TypeError(f"{type(self).__name__} is abstract: use one of the kinds in grape_pe.bias")
+
+    def row(self, keys: int) -> Tensor | None:
+        """The tile of a single query and all its `keys`: (B|1, H|1, 1, keys)."""
+        return self.tile(slice(0, 1), slice(0, keys))
 
     def views(self) -> dict[str, Tensor]:
         """What belongs to queries, by name: (B|1, H|1, Tq|1, …)."""
@@ -113,6 +118,20 @@ class Bias:
 
     def at_scale(self, scale: float) -> Self:
         """The same bias in attention with this scale of <q, k>; `attend` asks for it before any `tile`."""
+        return self
+
+    def logits(self) -> LogitFunction | None:
+        """A function of (rows, cols) that returns scale <q, k> + b, if that costs less than b alone; else None.
+
+        What all tiles share is computed here, once for a call of attention.
+        """
+        return None
+
+    def settled(self, last: int) -> Self:
+        """The same for queries after all these keys, at less cost a query; the `last` keys stay as they are.
+
+        A cache calls it now and then with what it holds, before new tokens come.
+        """
         return self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -226,7 +245,8 @@ class SlopeTerm(Bias):
         return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        new = (tensors.get(name, getattr(self, name)) for name in ("c_q", "c_k", "rate_q", "rate_k"))
+        return SlopeTerm(*new, self.counts)
 
     def rebased(self, offset: float) -> SlopeTerm:
         return replace(self, c_k=self.c_k - offset) if self.counts == "positions" else self
@@ -256,6 +276,13 @@ class SlopeTerm(Bias):
         assert isinstance(rate, Tensor)
         return rate * offset.to(rate.dtype)
 
+    def row(self, keys: int) -> Tensor:
+        rate = self.rate_k if self.rate_q is None else self.rate_q
+        assert rate is not None
+        if self.rate_q is not None and self.rate_k is not None:
+            rate = rate + self.rate_k
+        return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
+
 
 class _Compound(Bias):
     """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
@@ -271,6 +298,10 @@ class _Compound(Bias):
         tiles = [part.tile(rows, cols) for part in self.members()]
         tiles = [tile for tile in tiles if tile is not None]
         return sum(tiles[1:], tiles[0])
+
+    def row(self, keys: int) -> Tensor:
+        rows = [row for part in self.members() if (row := part.row(keys)) is not None]
+        return sum(rows[1:], rows[0])
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.members():
@@ -380,6 +411,16 @@ class PathBias(Bias):
         repeat = self.rate.shape[1] // total.shape[1]
         return self.rate.unsqueeze(-1) * total.to(z.dtype).repeat_interleave(repeat, 1)
 
+    def row(self, keys: int) -> Tensor:
+        probe, probes = self.probe_q / self.probe_q.shape[-1], self.probe_k[:, :, 1:]
+        wide = torch.promote_types(probe.dtype, probes.dtype)
+        with without_autocast(probes):
+            edge = LINKS[self.link](probe.to(wide) @ probes.transpose(-1, -2).to(wide))
+        # from the right, as in `tile`: the edges after each key
+        total = F.pad(edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide), (0, 1))
+        repeat = self.rate.shape[1] // total.shape[1]
+        return self.rate.unsqueeze(-1) * (total if repeat == 1 else total.repeat_interleave(repeat, 1))
+
 
 @dataclass(frozen=True, eq=False)
 class _Features(Bias):
@@ -462,6 +503,17 @@ class SumBias(_Compound):
 
     def at_scale(self, scale: float) -> SumBias:
         return self.changed(lambda i, part: part.at_scale(scale))
+
+    def settled(self, last: int) -> SumBias:
+        return SumBias(tuple(part.settled(last) for part in self.parts))
+
+    def logits(self) -> LogitFunction | None:
+        for i, part in enumerate(self.parts):
+            logits = part.logits()
+            if logits is not None:
+                rest = SumBias((*self.parts[:i], *self.parts[i + 1 :]))
+                return lambda rows, cols: logits(rows, cols) + rest.tile(rows, cols)
+        return None
 
     def queries(self, rows: slice) -> SumBias:
         return self.changed(lambda i, part: part.queries(rows))

@@ -48,18 +48,28 @@ def tau(p: AttentionProblem) -> Tensor:
     """The threshold of a problem in nats: a 0-dim float32 tensor on its device, made without a host sync.
 
     n (1 + reach) e^-tau is ROUNDING, for n keys. `reach` is the largest factor by which a gradient multiplies
-    a dropped weight: the span of c, for a path the number of its edges; 0 when the bias needs no gradient.
+    a dropped weight: the span of c, for a path the number of its edges times a bound of an edge; 0 when the bias
+    needs no gradient.
     """
     if p.prune != AUTO:
         return p.q.new_full((), p.prune, dtype=torch.float32)
     reach = p.q.new_zeros((), dtype=torch.float64)
     if p.bias_learns and p.probe_q is not None:
-        reach = reach + p.k.shape[2]
+        reach = reach + p.k.shape[2] * _edge_bound(p)
     if p.bias_learns and p.c_q is not None and p.c_k is not None:
         (low_q, high_q), (low_k, high_k) = p.c_q.aminmax(), p.c_k.aminmax()
         span = torch.maximum(high_q, high_k) - torch.minimum(low_q, low_k)
         reach = reach + span.nan_to_num(0.0, 0.0, 0.0)  # the bound of such a tile is NaN, and prunes nothing
     return (reach.log1p() + nats(p.k.shape[2])).float()
+
+
+def _edge_bound(p: AttentionProblem) -> Tensor | float:
+    """No less than any |g(z)|, nor than 1: |log sigmoid(z)| <= ln 2 + |z|, and |z| <= |probe_q| |probe_k| / P."""
+    if p.bounded or p.probe_q is None or p.probe_k is None or 0 in (*p.probe_q.shape, *p.probe_k.shape):
+        return 1.0
+    longest = [probe.norm(dim=-1).amax().double() for probe in (p.probe_q, p.probe_k)]
+    z = longest[0] * longest[1] / p.probe_q.shape[-1]
+    return 1.0 + z.nan_to_num(0.0, 0.0, 0.0)  # such a path's bound is NaN, and prunes nothing
 
 
 def nats(keys: int) -> float:

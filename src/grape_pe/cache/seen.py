@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import attend
+from ..attention.decode import attend_step
 from ..bias import Bias
-from ..encodings.base import Encoded, Encoding
+from ..encodings.base import Encoded, Encoding, Tokens
 from ..encodings.path import PaTH
+from ..encodings.prepared import hooked
+from ..precision import working_dtype
 from .layout import Layout
 from .table import take
 
+#: of encoded queries and keys
+Norms = tuple[nn.Module, nn.Module]
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False, slots=True)
 class Seen:
     """Encoded queries and all they may see: keys, values, bias and masks for `attend`.
 
-    `rows` (B, T), if not None, puts the results in the packed order of the call.
+    `rows` (B, T), if not None, puts the results in the packed order of the call. `step` marks a prepared call
+    of one token on the CPU, whose tensors are known to fit.
     """
 
     q: Tensor
@@ -30,8 +37,11 @@ class Seen:
     bias: Bias
     masks: dict[str, Any]
     rows: Tensor | None = None
+    step: bool = False
 
     def attend(self, **options: Any) -> Tensor:
+        if self.step and not options.keys() - {"scale"}:
+            return attend_step(self.q, self.k, self.v, self.bias, **options, **self.masks)
         y = attend(self.q, self.k, self.v, bias=self.bias, **self.masks, **options)
         return y if self.rows is None else take(y, self.rows, 2)
 
@@ -52,10 +62,11 @@ def encode(
     layout: Layout,
     shift: nn.Module | None = None,
     key_norm: nn.Module | None = None,
+    norm_after: Norms | None = None,
     state: Any = None,
     shift_state: Any = None,
 ) -> tuple[Encoded, Tensor, tuple[Tensor, Tensor] | None]:
-    """KV-shift, then the norm of the keys, then the encoding: (code, values, state of the shift)."""
+    """KV-shift, key norm, encoding, norms after it: (code, values, state of the shift)."""
     shifted = None
     if shift is not None:
         if x is None:
@@ -63,7 +74,14 @@ def encode(
         k, v, shifted = shift(k, v, x, shift_state, layout.starts)
     if key_norm is not None:
         k = key_norm(k).to(v.dtype)
-    return encoding(q, k, x=x, v=v, positions=layout.positions, state=state), v, shifted
+    prepared = layout.prepared
+    if prepared is None or prepared.working != working_dtype(q.dtype) or hooked(encoding):
+        code = encoding(q, k, x=x, v=v, positions=layout.positions, state=state)
+    else:
+        code = encoding.encode(Tokens(q, k, prepared.positions, x, v, prepared.values), state)
+    if norm_after is not None:
+        code = replace(code, q=norm_after[0](code.q).to(v.dtype), k=norm_after[1](code.k).to(v.dtype))
+    return code, v, shifted
 
 
 def check_packing(encoding: Encoding, layout: Layout) -> None:

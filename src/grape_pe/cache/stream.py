@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
+from ..encodings.prepared import Preparation
 from .layout import Layout, Tail, arrange
-from .seen import Seen, check_packing, encode, move_to_end
+from .seen import Norms, Seen, check_packing, encode, move_to_end
 from .sequences import Sequences
 from .table import OPTIONAL, Table
 
@@ -41,6 +42,7 @@ class StreamingCache:
         rollback: how many tokens can be taken back by `crop` (state and dropped keys are kept that long).
         shift: the layer's `KVShift`, if it has one; every call then needs x.
         key_norm: applied to the keys after the shift and before the encoding.
+        norm_after: the norms of queries and keys that come after the encoding; `rebase` is then refused.
 
     Gradients pass through the tokens of a call and stop at what was cached before it.
     """
@@ -55,6 +57,7 @@ class StreamingCache:
         rollback: int = 128,
         shift: nn.Module | None = None,
         key_norm: nn.Module | None = None,
+        norm_after: Norms | None = None,
     ) -> None:
         for name, value in (("window", window), ("capacity", capacity)):
             if value is not None and value < 1:
@@ -63,8 +66,10 @@ class StreamingCache:
             raise ValueError(f"sinks and rollback must be >= 0, got {sinks} and {rollback}")
         if sinks and window is None:
             raise ValueError("sinks are the tokens that outlive a window; set window=… as well")
-        self.encoding, self.shift, self.key_norm = encoding, shift, key_norm
+        self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
         self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
+        self.settles = any(isinstance(part, Encoding) and part.settles for part in encoding.modules())
+        self.preparation = Preparation([encoding])
         self.reset()
 
     def reset(self) -> Self:
@@ -113,14 +118,14 @@ class StreamingCache:
                 where the id changes (0 before the first call); it sees only itself, from position 0 on.
             options: of `grape.attend`.
         """
-        layout = self._layout(q, positions, padding, documents)
+        layout = self._layout(q, k, x, positions, padding, documents)
         q, k, v = (layout.pack(t, 2) for t in (q, k, v))
         seen = self.extend(q, k, v, None if x is None else layout.pack(x), layout)
         return layout.unpack(seen.attend(**options), 2)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **where: Tensor) -> Self:
         """Append new tokens only; `where` as for `attend`: positions, padding, documents."""
-        layout = self._layout(q, **where)
+        layout = self._layout(q, k, x, **where)
         q, k, v = (layout.pack(t, 2) for t in (q, k, v))
         self.extend(q, k, v, None if x is None else layout.pack(x), layout)
         return self
@@ -128,15 +133,18 @@ class StreamingCache:
     def _layout(
         self,
         q: Tensor,
+        k: Tensor,
+        x: Tensor | None,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Layout:
+        self.encoding.check(q, k, x)
         given = {"positions": positions, "padding": padding, "documents": documents}
         where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
         layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
         check_packing(self.encoding, layout)
-        return layout
+        return layout.prepare(self.preparation, q.dtype)
 
     def tail(self) -> Tail | None:
         """Where the next call goes on; None for an empty cache."""
@@ -153,7 +161,8 @@ class StreamingCache:
         Models call this, with one layout for all layers. Nothing changes if it raises.
         """
         before = self._state(self.carried), self._shift_state()
-        code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, self.key_norm, *before)
+        norms = self.key_norm, self.norm_after
+        code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, *norms, *before)
         count, counts, fresh = q.shape[2], layout.counts, not self.sequences.lengths
         if not count or (counts is not None and not any(counts)):
             self.sequences.append_columns(layout, count)
@@ -165,12 +174,24 @@ class StreamingCache:
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in columns.values())
         if learns and counts is not None and not fresh:
             raise ValueError("a padded call that continues a cache has no gradients; use torch.no_grad()")
+        if self.settles and not fresh:
+            self._settle(code.bias)
         self._write(columns, states, count, counts)
         self.sequences.append(layout, q.shape[0], count)
         self.carried = carried
         if fresh:
             return Seen(code.q, code.k, v, code.bias, self._masks(count, layout.documents))
-        return self._seen(code, columns if learns else {}, counts)
+        seen = self._seen(code, columns if learns else {}, counts)
+        seen.step = layout.prepared is not None and seen.q.shape[2] == 1 and q.device.type == "cpu"
+        return seen
+
+    @torch.no_grad()
+    def _settle(self, bias: Bias) -> None:
+        """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
+        held = {n.removeprefix("bias."): t for n, t in self.tokens.stored().items() if n.startswith("bias.")}
+        for name, tensor in bias.replaced(held).settled(self.states.length).traces().items():
+            if tensor is not held[name]:
+                held[name].copy_(tensor)
 
     def _columns(
         self, code: Encoded, v: Tensor, shifted: tuple[Tensor, Tensor] | None, layout: Layout
@@ -380,6 +401,11 @@ class StreamingCache:
         """Move all positions down by `offset`, keys and bias with them, where the relative law allows it."""
         if self.encoding.coords > 1:
             raise ValueError("positions of several coordinates cannot be rebased; keep them as they are")
+        if self.norm_after is not None:
+            raise ValueError(
+                "keys cannot be moved to other positions: the QK norm stands after the rotation, and its weights do "
+                "not commute with it; use qk_norm=True"
+            )
         offset = float(offset)
         if not math.isfinite(offset):
             raise ValueError(f"rebase takes a finite offset, got {offset}")
@@ -411,7 +437,7 @@ class StreamingCache:
         settings = {"window": self.window, "sinks": self.sinks, "rollback": self.rollback}
         return {
             "format": FORMAT,
-            "encoding": repr(self.encoding),
+            "encoding": repr(self.encoding) + ("" if self.norm_after is None else ", norm after"),
             **settings,
             "shift": self.shift is not None,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -22,8 +22,8 @@ _plain.__class_validators__ = [f for f in _plain.__class_validators__ if f.__nam
 class GrapeConfig(PreTrainedConfig):
     """Sizes under Hugging Face's names, and what is ours: see `DecoderConfig` for what each does.
 
-    `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`, `qk_norm` choose the model;
-    `rollback` is how many tokens its caches can take back.
+    `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`, `qk_norm`, `output_norm`,
+    `output_gate` choose the model; `rollback` is how many tokens its caches can take back.
     """
 
     model_type = "grape"
@@ -51,7 +51,9 @@ class GrapeConfig(PreTrainedConfig):
     sinks: int = 0
     shared_encoding: bool = False
     kv_shift: bool = False
-    qk_norm: bool = True
+    qk_norm: bool | Literal["after"] = True
+    output_norm: bool = False
+    output_gate: bool = False
     rollback: int = 128
     layer_types: list[str] | None = None
 

@@ -107,6 +107,13 @@ def _encodings(model: Source) -> list[Encoding]:
 
 
 def _check_stock(config: DecoderConfig) -> None:
+    if config.qk_norm == "after":
+        raise ValueError(
+            'qk_norm="after" has no stock form: Qwen3 normalises before the rotation; train with qk_norm=True to export'
+        )
+    for name in ("output_norm", "output_gate"):
+        if getattr(config, name):
+            raise ValueError(f"{name} has no stock form; train with {name}=False to export")
     if config.kv_shift:
         raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
     if any(each.window is not None for each in config.by_layer):
@@ -144,7 +151,7 @@ def _one_spectrum(encodings: list[Rotary]) -> Tensor:
 
 def _has_qk_norm(model: Source) -> bool:
     if isinstance(model, Decoder | GrapeForCausalLM):
-        return model.config.qk_norm
+        return bool(model.config.qk_norm)
     return isinstance(model, Qwen3ForCausalLM)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from ..cache import Layout, StreamingCache, Tail, arrange, check_packing
 from ..encodings import Encoding
+from ..encodings.path import PaTH
+
+QKNorm = bool | Literal["after"]
 
 
 def head_sizes(width: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
@@ -39,17 +42,32 @@ def check_window(window: Any, sinks: Any) -> None:
         raise ValueError(f"sinks={sinks} keeps the first tokens visible outside a window; set window as well")
 
 
+def check_qk_norm(value: Any) -> QKNorm:
+    if value is not True and value is not False and value != "after":
+        raise ValueError(
+            f'qk_norm must be True (before the encoding), "after" (after the rotation) or False; got {value!r}'
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def rotates(encoding: Encoding) -> bool:
+    """Whether the encoding turns queries and keys: path does not, its product stands in the bias."""
+    parts = (part for part in encoding.modules() if isinstance(part, Encoding))
+    return any(part.transforms and not isinstance(part, PaTH) for part in parts)
+
+
 def check_input(x: Tensor, width: int) -> None:
     if x.dim() != 3 or x.shape[2] != width:
         raise ValueError(f"x must be (batch, tokens, width={width}), got {tuple(x.shape)}")
 
 
 def check_cache(
-    cache: StreamingCache, encoding: Encoding, shift: nn.Module | None, key_norm: nn.Module | None
+    cache: StreamingCache, encoding: Encoding, shift: nn.Module | None, norms: dict[str, Any]
 ) -> None:
     if not isinstance(cache, StreamingCache):
         raise TypeError(f"cache must come from layer.cache(), got {type(cache).__name__}")
-    if cache.encoding is not encoding or cache.shift is not shift or cache.key_norm is not key_norm:
+    same = cache.encoding is encoding and cache.shift is shift
+    if not same or cache.key_norm is not norms["key_norm"] or cache.norm_after != norms["norm_after"]:
         raise ValueError("cache was made for another layer; each layer needs its own, from layer.cache()")
 
 

@@ -14,9 +14,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..cache import Layout, Seen, StreamingCache, encode
+from ..cache import Layout, Norms, Seen, StreamingCache, encode
 from ..encodings import Encoding, build
-from .arguments import call_layout, check_cache, check_input, check_window, head_sizes
+from .arguments import (
+    QKNorm,
+    call_layout,
+    check_cache,
+    check_input,
+    check_qk_norm,
+    check_window,
+    head_sizes,
+    rotates,
+)
 from .kv_shift import KVShift
 from .norm import RMSNorm
 
@@ -33,9 +42,12 @@ class Attention(nn.Module):
         encoding_options: options of the encoding, as for `grape.build`.
         window: a token sees fewer than `window` tokens back, itself included; all if None.
         sinks: the number of first tokens that stay visible outside the window.
-        qk_norm: RMS-normalise queries and keys before they are encoded.
+        qk_norm: RMS-normalise queries and keys, with learned weights, before they are encoded; "after": after
+            the rotation, which breaks the exact relative law (as True for encodings without a rotation).
         kv_shift: mix each projected key and value with those of the token before.
-        norm_eps: epsilon of the QK norm.
+        output_norm: RMS-normalise the attention output of each head, with one learned weight for all heads.
+        output_gate: multiply the attention output, after the norm, by sigmoid(W x), with x the layer's input.
+        norm_eps: epsilon of the norms.
     """
 
     def __init__(
@@ -48,9 +60,11 @@ class Attention(nn.Module):
         encoding_options: Mapping[str, Any] | None = None,
         window: int | None = None,
         sinks: int = 0,
-        qk_norm: bool = True,
+        qk_norm: QKNorm = True,
         kv_shift: bool = False,
         norm_eps: float = 1e-5,
+        output_norm: bool = False,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         self.kv_heads, self.head_dim = head_sizes(width, heads, kv_heads, head_dim)
@@ -61,8 +75,11 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, keys, bias=False)
         self.v_proj = nn.Linear(width, keys, bias=False)
         self.o_proj = nn.Linear(queries, width, bias=False)
+        self.qk_norm = check_qk_norm(qk_norm)
         self.q_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else None
+        self.o_norm = RMSNorm(self.head_dim, norm_eps) if output_norm else None
+        self.g_proj = nn.Linear(width, queries, bias=False) if output_gate else None
         self.kv_shift = KVShift(width, self.kv_heads) if kv_shift else None
         sizes = {"heads": heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "width": width}
         options = {} if encoding_options is None else dict(encoding_options)
@@ -71,7 +88,7 @@ class Attention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise again, as after `to_empty`."""
         parts = (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm)
-        for part in (*parts, self.kv_shift, self.encoding):
+        for part in (*parts, self.o_norm, self.g_proj, self.kv_shift, self.encoding):
             if part is not None:
                 part.reset_parameters()
 
@@ -101,8 +118,10 @@ class Attention(nn.Module):
         encoding = self._own_encoding()
         check_input(x, self.width)
         if cache is not None:
-            check_cache(cache, encoding, self.kv_shift, self.k_norm)
+            check_cache(cache, encoding, self.kv_shift, self.norms(encoding))
         layout = call_layout(x, encoding, positions, documents, padding, cache)
+        if cache is not None:
+            layout = layout.prepare(cache.preparation, x.dtype)
         return self.run(x, layout, encoding, cache)[0]
 
     def cache(self, *, capacity: int | None = None, rollback: int = 128) -> StreamingCache:
@@ -113,8 +132,14 @@ class Attention(nn.Module):
 
     def make_cache(self, encoding: Encoding, **settings: Any) -> StreamingCache:
         """An empty cache for this layer with the model's `encoding`; `settings` are `StreamingCache`'s."""
-        own = {"window": self.window, "sinks": self.sinks, "shift": self.kv_shift, "key_norm": self.k_norm}
+        own = {"window": self.window, "sinks": self.sinks, "shift": self.kv_shift, **self.norms(encoding)}
         return StreamingCache(encoding, **{**own, **settings})
+
+    def norms(self, encoding: Encoding) -> dict[str, Any]:
+        """The norms that `StreamingCache` applies: of keys before the encoding, or of both sides after it."""
+        if self.qk_norm == "after" and rotates(encoding):
+            return {"key_norm": None, "norm_after": (self.q_norm, self.k_norm)}
+        return {"key_norm": self.k_norm, "norm_after": None}
 
     def run(
         self,
@@ -127,18 +152,28 @@ class Attention(nn.Module):
         """The attended values (B, T, C); with `weights` also the dense attention (B, H, T, Tk)."""
         x = layout.pack(x)
         masks: dict[str, Any] = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
-        q, k, v = self.project(x)
-        seen = see(q, k, v, x, layout, encoding, cache, self.kv_shift, self.k_norm, **masks)
-        y = self.o_proj(seen.attend().transpose(1, 2).flatten(2))
+        norms = self.norms(encoding)
+        q, k, v = self.project(x, self.q_norm if norms["norm_after"] is None else None)
+        seen = see(q, k, v, x, layout, encoding, cache, self.kv_shift, **norms, **masks)
+        y = self.write(seen.attend(), x)
         return layout.unpack(y), dense_weights(seen, layout, cache) if weights else None
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, H, T, D), (B, Hkv, T, D) twice; queries normalised, keys not yet: they are shifted before."""
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None:
-            q = self.q_norm(q).to(v.dtype)
+    def write(self, y: Tensor, x: Tensor) -> Tensor:
+        """(B, T, C) from what the heads read, (B, H, T, D): output norm, gate, projection."""
+        y = y.transpose(1, 2)
+        if self.o_norm is not None:
+            y = self.o_norm(y).to(x.dtype)
+        y = y.flatten(2)
+        if self.g_proj is not None:
+            y = y * self.g_proj(x).sigmoid()
+        return self.o_proj(y)  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, H, T, D), (B, Hkv, T, D) twice; queries by `norm`, keys not yet: they are shifted before."""
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        if norm is not None:
+            q = norm(q).to(v.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _own_encoding(self) -> Encoding:
@@ -160,6 +195,7 @@ def see(
     cache: StreamingCache | None = None,
     shift: KVShift | None = None,
     key_norm: nn.Module | None = None,
+    norm_after: Norms | None = None,
     **masks: Any,
 ) -> Seen:
     """All that the packed tokens of a call see: with a cache also what came before.
@@ -168,7 +204,7 @@ def see(
     """
     if cache is not None:
         return cache.extend(q, k, v, x, layout)
-    code, v, _ = encode(encoding, q, k, v, x, layout, shift, key_norm)
+    code, v, _ = encode(encoding, q, k, v, x, layout, shift, key_norm, norm_after)
     if layout.documents is not None:
         masks["documents"] = layout.documents
     return Seen(code.q, code.k, v, code.bias, masks)
