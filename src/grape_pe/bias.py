@@ -158,10 +158,12 @@ def _check_lengths(query_length: int | None, key_length: int | None, queries: in
 
 
 def _check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
-    """Each axis must have one of the sizes allowed for it."""
-    fits = tensor.dim() == len(allowed)
-    for n, sizes in zip(tensor.shape, allowed, strict=False):
-        fits = fits and any(n == size for size in sizes)  # torch.compile traces `==` of symbols, but not `in`
+    """Each axis must have one of the one or two sizes allowed for it."""
+    shape = tensor.shape
+    fits = len(shape) == len(allowed)
+    for n, sizes in zip(shape, allowed, strict=False):
+        # torch.compile traces `==` of symbols, but not `in`
+        fits = fits and (n == sizes[0] or n == sizes[-1])
     if not fits:
         wanted = ", ".join(" or ".join(map(str, sorted(set(sizes)))) for sizes in allowed)
         raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
@@ -281,6 +283,11 @@ class SlopeTerm(Bias):
         return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
 
 
+def _total(tiles: list[Tensor | None]) -> Tensor:
+    some = [tile for tile in tiles if tile is not None]
+    return sum(some[1:], some[0])
+
+
 class _Compound(Bias):
     """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
 
@@ -292,12 +299,10 @@ class _Compound(Bias):
         return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles = [tile for part in self.members() if (tile := part.tile(rows, cols)) is not None]
-        return sum(tiles[1:], tiles[0])
+        return _total([part.tile(rows, cols) for part in self.members()])
 
     def row(self, keys: int) -> Tensor:
-        rows = [row for part in self.members() if (row := part.row(keys)) is not None]
-        return sum(rows[1:], rows[0])
+        return _total([part.row(keys) for part in self.members()])
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.members():
