@@ -16,9 +16,9 @@ to its own through `at_scale`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from .precision import exact_dtype, without_autocast
 
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
-BiasT = TypeVar("BiasT", bound="Bias")
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 LogitFunction = Callable[[slice, slice], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
@@ -60,6 +59,10 @@ class Bias:
     def traces(self) -> dict[str, Tensor]:
         """What tokens leave behind for later queries, by name: (B|1, H|1, Tk, …). A cache keeps these."""
         return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return self.views() | self.traces()
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
         """The same bias with some of its views or traces exchanged."""
@@ -133,7 +136,7 @@ class Bias:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
-        return self.replaced({n: change(t) for n, t in (self.views() | self.traces()).items()})
+        return self.replaced({n: change(t) for n, t in self.tensors().items()})
 
     def __add__(self, other: Bias) -> Bias:
         return _sum([*_parts(self), *_parts(other)])
@@ -176,18 +179,6 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
     """Along tokens; a trace shared by the batch or the heads is expanded when the other is not."""
     lead = torch.broadcast_shapes(first.shape[:2], second.shape[:2])
     return torch.cat([t.expand(*lead, *t.shape[2:]) for t in (first, second)], 2)
-
-
-def _prefixed(parts: Sequence[Bias], side: Callable[[Bias], dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{i}.{name}": tensor for i, part in enumerate(parts) for name, tensor in side(part).items()}
-
-
-def _replace_parts(parts: Sequence[BiasT], tensors: Mapping[str, Tensor]) -> tuple[BiasT, ...]:
-    split: list[dict[str, Tensor]] = [{} for _ in parts]
-    for name, tensor in tensors.items():
-        index, _, rest = name.partition(".")
-        split[int(index)][rest] = tensor
-    return tuple(part.replaced(mine) for part, mine in zip(parts, split, strict=True))
 
 
 def _parts(bias: Bias) -> tuple[Bias, ...]:
@@ -290,8 +281,49 @@ class SlopeTerm(Bias):
         return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
 
 
+class _Compound(Bias):
+    """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
+
+    def members(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def changed(self, change: Callable[[int, Any], Bias]) -> Self:
+        """The same with each member changed, given its index."""
+        return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        tiles = [tile for part in self.members() if (tile := part.tile(rows, cols)) is not None]
+        return sum(tiles[1:], tiles[0])
+
+    def row(self, keys: int) -> Tensor:
+        rows = [row for part in self.members() if (row := part.row(keys)) is not None]
+        return sum(rows[1:], rows[0])
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        for part in self.members():
+            part.check(batch, heads, queries, keys)
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.views().items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.traces().items()
+        }
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        split: list[dict[str, Tensor]] = [{} for _ in self.members()]
+        for name, tensor in tensors.items():
+            index, _, rest = name.partition(".")
+            split[int(index)][rest] = tensor
+        return self.changed(lambda i, part: part.replaced(split[i]))
+
+    def rebased(self, offset: float) -> Self:
+        return self.changed(lambda i, part: part.rebased(offset))
+
+
 @dataclass(frozen=True, eq=False)
-class SlopeBias(Bias):
+class SlopeBias(_Compound):
     """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D."""
 
     terms: tuple[SlopeTerm, ...]
@@ -300,27 +332,8 @@ class SlopeBias(Bias):
         if not self.terms:
             raise ValueError("a SlopeBias needs at least one SlopeTerm; use NoBias() for zero")
 
-    def tile(self, rows: slice, cols: slice) -> Tensor:
-        return sum((term.tile(rows, cols) for term in self.terms[1:]), self.terms[0].tile(rows, cols))
-
-    def row(self, keys: int) -> Tensor:
-        return sum((term.row(keys) for term in self.terms[1:]), self.terms[0].row(keys))
-
-    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        for term in self.terms:
-            term.check(batch, heads, queries, keys)
-
-    def views(self) -> dict[str, Tensor]:
-        return _prefixed(self.terms, lambda term: term.views())
-
-    def traces(self) -> dict[str, Tensor]:
-        return _prefixed(self.terms, lambda term: term.traces())
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeBias:
-        return SlopeBias(_replace_parts(self.terms, tensors))
-
-    def rebased(self, offset: float) -> SlopeBias:
-        return SlopeBias(tuple(term.rebased(offset) for term in self.terms))
+    def members(self) -> tuple[SlopeTerm, ...]:
+        return self.terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,7 +419,27 @@ class PathBias(Bias):
 
 
 @dataclass(frozen=True, eq=False)
-class TileBias(Bias):
+class _Features(Bias):
+    """A user's function of features of tokens."""
+
+    function: Callable[..., Tensor]
+    query: Mapping[str, Tensor]
+    key: Mapping[str, Tensor]
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"query.{name}": tensor for name, tensor in self.query.items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {f"key.{name}": tensor for name, tensor in self.key.items()}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
+        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
+        return replace(self, query=query, key=key)
+
+
+@dataclass(frozen=True, eq=False)
+class TileBias(_Features):
     """Any function of a tile, given features of tokens: radial distance, PaTH, a user's own.
 
     `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
@@ -417,8 +450,6 @@ class TileBias(Bias):
     """
 
     function: TileFunction
-    query: Mapping[str, Tensor]
-    key: Mapping[str, Tensor]
     scale: float | None = None
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
@@ -430,20 +461,9 @@ class TileBias(Bias):
     def at_scale(self, scale: float) -> TileBias:
         return self if self.scale is None else replace(self, scale=scale)
 
-    def views(self) -> dict[str, Tensor]:
-        return {f"query.{name}": tensor for name, tensor in self.query.items()}
-
-    def traces(self) -> dict[str, Tensor]:
-        return {f"key.{name}": tensor for name, tensor in self.key.items()}
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> TileBias:
-        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
-        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
-        return replace(self, query=query, key=key)
-
 
 @dataclass(frozen=True, eq=False)
-class ScoreBias(Bias):
+class ScoreBias(_Features):
     """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
 
     `t` and `j` are the indices of the query's and the key's token, integer tensors; `query` and `key` are numbers of
@@ -453,70 +473,32 @@ class ScoreBias(Bias):
     """
 
     function: ScoreFunction
-    query: Mapping[str, Tensor]
-    key: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         if not self.query or not self.key:
             raise ValueError("a ScoreBias needs a feature (B|1, H|1, T) of queries and one of keys; got none")
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        device, shift = (
-            next(iter(self.key.values())).device,
-            (self.key_length or 0) - (self.query_length or 0),
-        )
+        device = next(iter(self.key.values())).device
+        shift = (self.key_length or 0) - (self.query_length or 0)
         t = torch.arange(rows.start + shift, rows.stop + shift, device=device).view(1, 1, -1, 1)
         j = torch.arange(cols.start, cols.stop, device=device).view(1, 1, 1, -1)
         query = {name: x[:, :, rows].unsqueeze(-1) for name, x in self.query.items()}
         key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
         return self.function(t, j, query, key).expand(-1, -1, t.shape[2], j.shape[3])
 
-    def views(self) -> dict[str, Tensor]:
-        return {f"query.{name}": tensor for name, tensor in self.query.items()}
-
-    def traces(self) -> dict[str, Tensor]:
-        return {f"key.{name}": tensor for name, tensor in self.key.items()}
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> ScoreBias:
-        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
-        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
-        return replace(self, query=query, key=key)
-
 
 @dataclass(frozen=True, eq=False)
-class SumBias(Bias):
+class SumBias(_Compound):
     """Biases of different kinds, added. Made by `+`, which merges what can be merged."""
 
     parts: tuple[Bias, ...]
 
-    def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles: list[Any] = [
-            tile for tile in (part.tile(rows, cols) for part in self.parts) if tile is not None
-        ]
-        return sum(tiles[1:], tiles[0])
-
-    def row(self, keys: int) -> Tensor:
-        rows: list[Any] = [row for row in (part.row(keys) for part in self.parts) if row is not None]
-        return sum(rows[1:], rows[0])
-
-    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        for part in self.parts:
-            part.check(batch, heads, queries, keys)
-
-    def views(self) -> dict[str, Tensor]:
-        return _prefixed(self.parts, lambda part: part.views())
-
-    def traces(self) -> dict[str, Tensor]:
-        return _prefixed(self.parts, lambda part: part.traces())
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> SumBias:
-        return SumBias(_replace_parts(self.parts, tensors))
-
-    def rebased(self, offset: float) -> SumBias:
-        return SumBias(tuple(part.rebased(offset) for part in self.parts))
+    def members(self) -> tuple[Bias, ...]:
+        return self.parts
 
     def at_scale(self, scale: float) -> SumBias:
-        return SumBias(tuple(part.at_scale(scale) for part in self.parts))
+        return self.changed(lambda i, part: part.at_scale(scale))
 
     def settled(self, last: int) -> SumBias:
         return SumBias(tuple(part.settled(last) for part in self.parts))
@@ -530,4 +512,4 @@ class SumBias(Bias):
         return None
 
     def queries(self, rows: slice) -> SumBias:
-        return SumBias(tuple(part.queries(rows) for part in self.parts))
+        return self.changed(lambda i, part: part.queries(rows))

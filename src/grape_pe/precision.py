@@ -22,7 +22,8 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which tensors of `dtype` are multiplied: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+    full = dtype is torch.float32 or dtype is torch.float64
+    return dtype if full else torch.promote_types(dtype, torch.float32)
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -22,10 +22,6 @@ BLOCK_ELEMENTS = 1 << 24
 BLOCK_ROWS = 128
 
 
-def why_not_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
-    return None
-
-
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
 ) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bias import Bias
+from ..precision import working_dtype
 from .masks import Masks, finite_tokens, readable
 from .pruning import AUTO, OFF, Prune, as_number, count, nats
 from .sdpa import sdpa
@@ -43,7 +44,7 @@ def attend_decode(
         total = k.shape[1] * k.shape[2]
         count(total if first is None else total - sum(first), total)
         out = _attend_rows(q, k, v, rows, scale, first)
-        if looks and not out.abs().amax(-1).amin() > 0:  # NaN, or zeros: torch gives those for a row of NaNs
+        if looks and not out.abs().amax(-1).amin().item() > 0:  # NaN; or zeros, torch's result for a row of NaNs
             out = _attend_not_finite(q, k, v, rows, visible, scale)
     return (out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)), None
 
@@ -75,7 +76,7 @@ def _rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> tuple[Tensor | None
     every = slice(0, q.shape[2]), slice(0, k.shape[2])
     tile = bias.row(k.shape[2]) if q.shape[2] == 1 else bias.tile(*every)
     if tile is not None:
-        tile = tile.to(torch.promote_types(q.dtype, torch.float32))
+        tile = tile.to(working_dtype(q.dtype))
     if masks.plain and (q.shape[2] == 1 or not masks.causal):
         return tile, None
     visible = masks.tile(*every)
@@ -119,7 +120,7 @@ def _first_keys(
     choice, group = as_number(prune), q.shape[1] // k.shape[1]
     if choice == OFF or k.shape[2] < WORTH:
         return None
-    q = q.to(torch.promote_types(q.dtype, torch.float32))  # a norm rounded down would be no bound
+    q = q.to(working_dtype(q.dtype))  # a norm rounded down would be no bound
     tau = nats(k.shape[2]) if choice == AUTO else choice
     bound = q.norm(dim=-1).unflatten(1, (-1, group)) * key_bound[:, :, None, None] * abs(scale)
     need = (_newest_logits(q, k, rows, scale).unflatten(1, (-1, group)) - bound - tau).flatten(1, 2)

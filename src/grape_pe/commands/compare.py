@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ..extras import require
 from .errors import OK, CommandError
@@ -12,6 +14,7 @@ from .parsers import Commands, add_command, add_json
 from .train import add_settings
 
 PROBE = "probe."
+Number = TypeVar("Number", int, float)
 EXAMPLE = "grape compare small --encodings rope,fox,grape-ap,grape-ap+kv --seeds 3 --out results/mine"
 
 
@@ -32,6 +35,12 @@ def add_parsers(commands: Commands) -> None:
     )
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--tasks", help="probes, separated by commas; none for no probe")
+    parser.add_argument(
+        "--budgets", help="tokens at which the loss is measured besides the end; none for none"
+    )
+    parser.add_argument(
+        "--sweep", metavar="train.lr=A,B", help="rates tried for each encoding on seed 0; each keeps its best"
+    )
     parser.add_argument("--out", help="directory of the results (default: results/WHAT)")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once (default: one a GPU or core)")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
@@ -45,8 +54,7 @@ def run_compare(options: argparse.Namespace) -> int:
     from ..lab.arms import split_arms
     from ..lab.compare import compare
     from ..lab.comparison import load_comparison
-    from ..lab.report import read_results, results_json, table
-    from ..lab.report.verdict import verdict
+    from ..lab.report import read_results, results_json, summary
 
     if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
         raise CommandError("--jobs and --seeds count things: give 1 or more")
@@ -56,6 +64,8 @@ def run_compare(options: argparse.Namespace) -> int:
         arms=None if options.encodings is None else split_arms(options.encodings),
         seeds=options.seeds,
         tasks=[] if options.tasks == "none" else _listed(options.tasks),
+        budgets=_numbers("--budgets", options.budgets, int),
+        sweep=_rates(options.sweep),
         overrides={name: given[name] for name in options.unknown_settings if name in given},
     )
     out = Path(options.out or Path("results") / Path(options.comparison).stem)
@@ -64,13 +74,26 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
-        said = verdict(results)
-        print(f"{table(results)}\n\n{said.headline}")
-        print("".join(f"  {sentence}\n" for sentence in said.details), end="")
-        for note in results.notes:
-            print(f"Note: {note}")
-        print(f"Report: {report}")
+        print(f"{summary(results)}\nReport: {report}")
     return OK
+
+
+def _rates(text: str | None) -> list[float] | None:
+    if text is None or text == "none":
+        return None if text is None else []
+    name, equals, values = text.partition("=")
+    if name != "train.lr" or not equals:
+        raise CommandError(f"--sweep takes train.lr and its values, as in train.lr=2e-3,4e-3; got {text!r}")
+    return _numbers("--sweep", values, float)
+
+
+def _numbers(option: str, text: str | None, kind: Callable[[str], Number]) -> list[Number] | None:
+    if text is None or text == "none":
+        return None if text is None else []
+    try:
+        return [kind(part) for part in text.split(",") if part]
+    except ValueError:
+        raise CommandError(f"{option} takes numbers separated by commas, got {text!r}") from None
 
 
 def _listed(text: str | None) -> list[str] | None:

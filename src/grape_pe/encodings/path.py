@@ -28,8 +28,8 @@ SMALL, LARGE = 32, 128
 class PaTH(Encoding):
     """Directions w and strengths beta = 2 sigmoid(.) from the input, for each key head.
 
-    `rank` of the direction's projection, `conv` the width of the short causal convolution on it
-    (0 for none).
+    `rank` of the direction's projection, `conv` the width of the short causal convolution on it, which a
+    SiLU follows (0 for neither).
     """
 
     transforms = True
@@ -78,7 +78,8 @@ class PaTH(Encoding):
             before = torch.cat([F.pad(state, (tail, 0))[..., state.shape[-1] :].to(features), features], -1)
         if features.shape[-1] == 0:
             return features, before
-        return F.conv1d(before, self.conv.weight.to(before.dtype), groups=self.conv.groups), before
+        convolved = F.conv1d(before, self.conv.weight.to(before.dtype), groups=self.conv.groups)
+        return F.silu(convolved), before
 
 
 class PaTHBias(TileBias):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from dataclasses import asdict
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 import torch
 
-from .comparison import EVALUATION, PICTURE, Comparison, Job
+from .budgets import branches
+from .comparison import AGAIN, EVALUATION, PICTURE, Comparison, Job, trials_of
+from .config import RunConfig
 from .data import load_tokenizer, open_dataset
 from .errors import Diverged
 from .feed import open_feed
-from .files import write_json, write_text
+from .files import read_json, write_json, write_text
 from .final import load_model
-from .language import evaluate_language
+from .language import evaluate_language, validation_loss
 from .pictures import picture
 from .run_directory import read_metrics
 from .tasks import build_task, score
@@ -33,8 +36,9 @@ def finished(job: Job, root: Path) -> bool:
 
 def run_job(job: Job, comparison: Comparison, root: Path) -> int:
     """Train and evaluate, or go on with an earlier attempt; returns the signal that stopped it, or 0."""
-    directory, config = job.directory(root), job.config(comparison)
-    said: dict[str, Any] = {**job.arm.described(), "seed": job.seed}
+    rate, tried = (None, []) if job.trial is not None else best_rate(job, comparison, root)
+    directory, config = job.directory(root), job.config(comparison, rate)
+    said: dict[str, Any] = {**job.arm.described(), "seed": job.seed, "lr": config.train.lr, "sweep": tried}
     try:
         outcome = train(config, directory, resume=True, quiet=True)
     except Diverged as problem:
@@ -42,14 +46,58 @@ def run_job(job: Job, comparison: Comparison, root: Path) -> int:
         return 0
     if outcome.signal:
         return outcome.signal
+    if job.trial is not None:
+        _write(directory, said | {"val_loss": _final_loss(directory, config, comparison)})
+        return 0
+    budgets, stopped = ([], 0) if job.task is not None else _run_branches(directory, config, comparison)
+    if stopped:
+        return stopped
     model = load_model(directory).to(default_device()).eval()
     with torch.no_grad():
         if job.task is not None:
             said |= _task_scores(job, comparison, model)
         else:
-            said |= _language(directory, comparison, model, outcome)
+            said |= _language(directory, config, comparison, model) | {"budgets": budgets}
+            said["val_loss"] = budgets[-1]["loss"]
     _write(directory, said)
     return 0
+
+
+def best_rate(job: Job, comparison: Comparison, root: Path) -> tuple[float | None, list[dict[str, Any]]]:
+    """The learning rate with the lowest loss of this arm's sweep, and all that were tried."""
+    tried = []
+    for trial in trials_of(comparison, job.arm, job.task):
+        found = read_json(trial.directory(root) / EVALUATION, AGAIN)
+        tried.append({"lr": trial.trial, "loss": found["val_loss"]})
+    scored = [(each["loss"], each["lr"]) for each in tried if each["loss"] is not None]
+    return (min(scored)[1] if scored else None), tried
+
+
+def _run_branches(
+    directory: Path, config: RunConfig, comparison: Comparison
+) -> tuple[list[dict[str, Any]], int]:
+    """The loss at every budget, the run's own last; and the signal that stopped it, or 0."""
+    found: list[dict[str, Any]] = []
+    for branch in branches(config, comparison.budgets):
+        place, entry = branch.directory(directory), {"tokens": branch.tokens}
+        try:
+            outcome = train(branch.config, place, resume=True, quiet=True, start=branch.checkpoint(directory))
+        except Diverged as problem:
+            found.append(entry | {"loss": None, "error": str(problem)})
+            continue
+        if outcome.signal:
+            return [], outcome.signal
+        found.append(entry | {"loss": _final_loss(place, config, comparison)})
+    whole = config.tokens_per_step * config.train.steps
+    return [*found, {"tokens": whole, "loss": _final_loss(directory, config, comparison)}], 0
+
+
+def _final_loss(directory: Path, config: RunConfig, comparison: Comparison) -> float | None:
+    """Loss of a run's last weights on the sample of the validation split that all runs share."""
+    model = load_model(directory).to(default_device()).eval()
+    rows = -(-comparison.validation_tokens // config.data.sequence)
+    loss = validation_loss(model, open_feed(config, World()).batches, rows)
+    return loss if math.isfinite(loss) else None
 
 
 def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]:
@@ -60,8 +108,7 @@ def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]
     return {"task": job.task, "scores": [asdict(each) for each in found]}
 
 
-def _language(directory: Path, comparison: Comparison, model: Any, outcome: Any) -> dict[str, Any]:
-    config = comparison.recipe
+def _language(directory: Path, config: RunConfig, comparison: Comparison, model: Any) -> dict[str, Any]:
     place = open_feed(config, World()).directory
     assert place is not None
     lines = read_metrics(directory)
@@ -74,8 +121,6 @@ def _language(directory: Path, comparison: Comparison, model: Any, outcome: Any)
     return {
         "parameters": model.parameter_count(),
         "train_length": config.data.sequence,
-        "val_loss": [line["loss"] for line in lines if line["kind"] == "validation"][-1],
-        "best_val_loss": outcome.best_loss,
         "tokens_per_second": config.tokens_per_step / statistics.median(steps),
         "peak_memory_bytes": max(line["memory_bytes"] for line in training),
         "seconds": sum(steps) * config.log.every,

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,15 +51,21 @@ class Progress:
     best_step: int | None = None
 
 
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 class Checkpoints:
     """The checkpoints of one run directory.
 
     Args:
-        directory: RUN/checkpoints. keep: newest ones kept; the best one is kept besides.
+        directory: RUN/checkpoints. keep: newest ones kept; the best one is kept besides, and those of
+            the steps in `always`.
     """
 
-    def __init__(self, directory: Path, keep: int, among: World) -> None:
+    def __init__(self, directory: Path, keep: int, among: World, always: Sequence[int] = ()) -> None:
         self.directory, self.keep, self.world = directory, keep, among
+        self.always = {checkpoint_name(step) for step in always}
         self.pending: tuple[Future[Any], Path, Path] | None = None
 
     def found(self) -> list[Path]:
@@ -77,7 +84,7 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Begin to write; training may go on at once, on copies this does not see."""
         self.finish()
-        final = self.directory / f"step-{progress.step:08d}"
+        final = self.directory / checkpoint_name(progress.step)
         if final.exists():
             return
         scratch = self.directory / f"{SCRATCH}{final.name}"
@@ -145,14 +152,17 @@ class Checkpoints:
         found = self.found()
         best = _best(found)
         for old in found[: -self.keep]:
-            if old != best:
+            if old != best and old.name not in self.always:
                 hidden = old.with_name(f"{SCRATCH}{old.name}")  # renamed first: never half there
                 os.replace(old, hidden)
                 shutil.rmtree(hidden, ignore_errors=True)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-        """Load the newest checkpoint, whatever number of ranks wrote it; from nothing, start at step 0."""
-        found = self.found()
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, start: Path | None = None
+    ) -> Progress:
+        """Load the newest checkpoint, whatever number of ranks wrote it, or else `start`, a checkpoint of
+        another run; from nothing, begin at step 0."""
+        found = self.found() or ([] if start is None else [start])
         if not found:
             return Progress()
         weights, moments = get_state_dict(model, optimizer, options=OPTIONS)

@@ -26,6 +26,7 @@ from .comparison import (
     jobs,
     join_directory,
     make_directory,
+    trials,
 )
 from .feed import open_feed
 from .files import read_json, write_text
@@ -53,9 +54,10 @@ def compare(
         comparison = join_directory(root, comparison, _threads(places))
         if comparison.language:
             open_feed(comparison.recipe, World())  # prepared once, before many ask for it
-        missing = [job for job in jobs(comparison) if not finished(job, root)]
-        if missing:
-            _run_all(missing, comparison, root, places, quiet)
+        for stage in (trials, jobs):  # a run needs the learning rate that its sweep found
+            missing = [job for job in stage(comparison) if not finished(job, root)]
+            if missing:
+                _run_all(missing, comparison, root, places, quiet)
         return summarise(root, comparison)
 
 

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from .. import __version__
 from .arms import Arm
+from .budgets import branches, shortened
 from .config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
 from .errors import LabError
 from .files import damaged, read_json, write_json
@@ -25,6 +26,7 @@ from .tasks.base import FACTORS
 COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
 )  # fmt: skip
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: begins the name of a setting of the probes
 PROBE = "probe."
 #: what to do about a damaged evaluation, and about a damaged description of the comparison
@@ -41,7 +43,10 @@ class Comparison(Section):
     arms: Annotated[list[Arm], Field(min_length=1)]
     seeds: Positive = 1
     language: bool = Field(True, description="train on text; without it only the tasks")
-    evaluation_tokens: Positive = Field(16384, description="predictions at each length of the evaluation")
+    budgets: list[Positive] = Field([], description="tokens at which the loss is measured besides the end")
+    sweep: list[Rate] = Field([], description="learning rates tried for each arm on seed 0")
+    validation_tokens: Positive = Field(100_000, description="predictions of the loss at the end of a run")
+    evaluation_tokens: Positive = Field(65536, description="predictions at each length of the evaluation")
     tasks: list[str] = Field([], description="probes of length generalisation")
     probe: RunConfig
     task_samples: Positive = Field(64, description="examples of each length and split")
@@ -55,42 +60,67 @@ class Comparison(Section):
             if twice:
                 raise LabError(f"{kind} must differ, but {', '.join(twice)} is there twice; name each once")
         for arm in self.arms:
-            for recipe in [self.recipe] * self.language + [self.probe] * bool(self.tasks):
-                _checked_arm(arm, recipe)
+            if self.language:
+                _checked_arm(arm, self.recipe, self.budgets, self.sweep)
+            if self.tasks:
+                _checked_arm(arm, self.probe, [], self.sweep)
         for task in self.tasks:
             build_task(task)
         if not self.language and not self.tasks:
             raise LabError("nothing to compare: language is off and no task is given")
 
 
-def _checked_arm(arm: Arm, recipe: RunConfig) -> None:
+def _checked_arm(arm: Arm, recipe: RunConfig, budgets: Sequence[int], sweep: Sequence[float]) -> None:
     try:
-        arm.applied(recipe, 0).model.decoder(1)
+        config = arm.applied(recipe, 0)
+        config.model.decoder(1)
+        list(branches(config, budgets))
+        for rate in sweep:
+            _at_rate(config, rate)
     except LabError as problem:
         raise LabError(f"{arm.label}: {problem}") from None
 
 
+def _at_rate(config: RunConfig, rate: float) -> RunConfig:
+    return validated(merged(config.model_dump(), {"train": {"lr": rate}}))
+
+
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison."""
+    """One run of a comparison; with a `trial`, a run of the sweep that tries this learning rate."""
 
     arm: Arm
     seed: int
     task: str | None = None
+    trial: float | None = None
 
     def directory(self, root: Path) -> Path:
+        if self.trial is not None:
+            return root / "sweep" / (self.task or "language") / f"{self.arm.label}-lr{self.trial:g}"
         folder = root / "runs" if self.task is None else root / "tasks" / self.task
         return folder / f"{self.arm.label}-s{self.seed}"
 
-    def config(self, comparison: Comparison) -> RunConfig:
+    def config(self, comparison: Comparison, rate: float | None = None) -> RunConfig:
+        """What is trained, at this learning rate if one is given. A trial has the smallest budget."""
         if self.task is None:
-            return self.arm.applied(comparison.recipe, self.seed)
-        source = {"data": {"source": f"task:{self.task}"}}
-        return self.arm.applied(validated(merged(comparison.probe.model_dump(), source)), self.seed)
+            found = self.arm.applied(comparison.recipe, self.seed)
+        else:
+            source = {"data": {"source": f"task:{self.task}"}}
+            found = self.arm.applied(validated(merged(comparison.probe.model_dump(), source)), self.seed)
+        rate = rate if self.trial is None else self.trial
+        if rate is not None:
+            found = _at_rate(found, rate)
+        if self.task is not None or not comparison.budgets:
+            return found
+        if self.trial is not None:
+            return shortened(found, min(comparison.budgets) // found.tokens_per_step)
+        starts = [branch.start for branch in branches(found, comparison.budgets)]
+        return validated(merged(found.model_dump(), {"train": {"checkpoint_at": starts}}))
 
     @property
     def title(self) -> str:
-        return " ".join(part for part in (self.task, self.arm.label, f"seed {self.seed}") if part)
+        trial = "" if self.trial is None else f"lr {self.trial:g}"
+        return " ".join(part for part in (self.task, self.arm.label, f"seed {self.seed}", trial) if part)
 
 
 def load_comparison(
@@ -99,9 +129,11 @@ def load_comparison(
     arms: Sequence[str | Arm] | None = None,
     seeds: int | None = None,
     tasks: Sequence[str] | None = None,
+    budgets: Sequence[int] | None = None,
+    sweep: Sequence[float] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """A shipped comparison or a YAML file, with other arms, seeds or tasks, and settings over its recipes.
+    """A shipped comparison or a YAML file, with other arms, seeds and so on, and settings over its recipes.
 
     Args:
         overrides: settings of what is trained on text (without text, of the probes); those that begin with
@@ -117,9 +149,8 @@ def load_comparison(
         "recipe": load(tree.get("recipe", "small"), given).model_dump(),
         "probe": load(tree.get("probe", "probe"), of_probe).model_dump(),
     }
-    for key, value in (("arms", arms), ("seeds", seeds), ("tasks", tasks)):
-        if value is not None:
-            said[key] = value
+    given_here = {"arms": arms, "seeds": seeds, "tasks": tasks, "budgets": budgets, "sweep": sweep}
+    said |= {key: value for key, value in given_here.items() if value is not None}
     comparison = checked(Comparison, said, list(Comparison.model_fields))
     comparison.check()
     if of_probe and not comparison.tasks:
@@ -136,6 +167,19 @@ def jobs(comparison: Comparison) -> Iterator[Job]:
     for task in comparison.tasks:
         for seed in range(comparison.seeds):
             yield from (Job(arm, seed, task) for arm in comparison.arms)
+
+
+def trials(comparison: Comparison) -> Iterator[Job]:
+    """The runs of the sweep; an arm that sets its own learning rate has none."""
+    kinds = [*([None] if comparison.language else []), *comparison.tasks]
+    for task in kinds:
+        for arm in comparison.arms:
+            yield from trials_of(comparison, arm, task)
+
+
+def trials_of(comparison: Comparison, arm: Arm, task: str | None) -> Iterator[Job]:
+    if "lr" not in arm.train:
+        yield from (Job(arm, 0, task, rate) for rate in comparison.sweep)
 
 
 def make_directory(root: Path) -> None:

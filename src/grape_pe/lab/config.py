@@ -57,6 +57,8 @@ class ModelSection(Section):
         True,
         description="learned RMSNorm of queries and keys; after: after the rotation, as the authors' code has it",
     )
+    output_norm: bool = Field(False, description="RMSNorm of each head's attention output")
+    output_gate: bool = Field(False, description="multiply the attention output by sigmoid(W x)")
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = Field(True, description="one matrix for embedding and head")
 
@@ -108,6 +110,7 @@ class TrainSection(Section):
     eval_every: Natural = Field(100, description="steps between validations; 0: only at checkpoints")
     eval_sequences: Natural = Field(64, description="sequences of the fixed validation set; 0: all")
     checkpoint_every: Natural = Field(200, description="steps; 0: only at the end")
+    checkpoint_at: list[Positive] = Field([], description="steps whose checkpoints are written and kept")
     keep: Positive = Field(2, description="newest checkpoints kept, besides the best")
 
     @model_validator(mode="after")
@@ -165,7 +168,7 @@ class RunConfig(Section):
 #: what may differ when a run is continued: nothing here changes what is learned
 FREE_ON_RESUME = (
     "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
-    "train.checkpoint_every", "train.keep", "log.every", "log.tensorboard", "log.wandb",
+    "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every", "log.tensorboard", "log.wandb",
 )  # fmt: skip
 
 
@@ -244,7 +247,7 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 #: settings that may be lists
-LISTS = ("model.encoding", "model.window")
+LISTS = ("model.encoding", "model.window", "train.checkpoint_at")
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def evaluate_language(
                 found[length, window] = f"no stretch of the validation text has {length + 1} tokens"
     return {
         "by_position": _by_position(found, train_length),
-        "extrapolation": [_entry(n, w, losses, train_length) for (n, w), losses in found.items()],
+        "extrapolation": [_entry(n, w, losses, train_length, len(text)) for (n, w), losses in found.items()],
     }
 
 
@@ -175,17 +175,28 @@ def _losses_at(model: Decoder, text: Tensor, length: int, window: int | None, ch
         return str(problem)  # an encoding may refuse a window; the rest of the evaluation stands
 
 
-def _entry(length: int, window: int | None, losses: Tensor | str, train_length: int) -> dict[str, Any]:
-    """One line of the evaluation; without a loss, the reason."""
+def _entry(
+    length: int, window: int | None, losses: Tensor | str, train_length: int, stretches: int
+) -> dict[str, Any]:
+    """One line of the evaluation; without a loss, the reason. `stretches` has the mean loss of each stretch of
+    text, in the same order at every length."""
     said: dict[str, Any] = {"length": length, "window": window}
     if isinstance(losses, str):
-        return said | {"loss": None, "perplexity": None, "tail_loss": None, "tokens": 0, "reason": losses}
+        return said | {
+            "loss": None,
+            "perplexity": None,
+            "tail_loss": None,
+            "tokens": 0,
+            "stretches": [],
+            "reason": losses,
+        }
     loss = _finite(losses.double().mean())
     return said | {
         "loss": loss,
         "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
         "tail_loss": _finite(losses[:, -train_length:].double().mean()),
         "tokens": losses.numel(),
+        "stretches": [_finite(mean) for mean in losses.double().reshape(stretches, -1).mean(1)],
     }
 
 

@@ -32,9 +32,14 @@ def learning_rate(step: int, settings: TrainSection) -> float:
     if settings.schedule == "cosine":
         done = (step - settings.warmup) / max(1, total - settings.warmup)
         return low + (top - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    decay_steps = max(1, round(settings.decay * total))
+    length = decay_steps(settings)
     left = max(0, total - step)
-    return top if left >= decay_steps else low + (top - low) * left / decay_steps
+    return top if left >= length else low + (top - low) * left / length
+
+
+def decay_steps(settings: TrainSection) -> int:
+    """Steps of the decay that ends a wsd schedule."""
+    return max(1, round(settings.decay * settings.steps))
 
 
 def initialise(model: Decoder, seed: int) -> None:

@@ -52,13 +52,19 @@ class Outcome:
 
 
 def train(
-    config: RunConfig, out: str | os.PathLike[str], *, resume: bool = False, quiet: bool = False
+    config: RunConfig,
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    start: Path | None = None,
 ) -> Outcome:
     """Train, or continue, the run in the directory `out`.
 
     Args:
         resume: continue from the newest checkpoint there; from nothing, start.
         quiet: no progress line.
+        start: begin from this checkpoint of another run, which must have run as this one would have.
     """
     _check_installed(config)
     with world() as among:
@@ -69,7 +75,7 @@ def train(
         feed = open_feed(config, among)
         try:
             _on_first(among, lambda: directory.open(config, feed.identity, resume=resume))
-            return Trainer(config, directory.path, feed, among, quiet).run()
+            return Trainer(config, directory.path, feed, among, quiet, start).run()
         except OSError as failed:
             raise LabError(_stopped_by(failed, directory.path)) from None
         finally:
@@ -108,16 +114,26 @@ def _stopped_by(problem: OSError, directory: Path) -> str:
 class Trainer:
     """A model, its optimizer, its data and its directory."""
 
-    def __init__(self, config: RunConfig, directory: Path, feed: Feed, among: World, quiet: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        feed: Feed,
+        among: World,
+        quiet: bool,
+        start: Path | None = None,
+    ) -> None:
         self.config, self.directory, self.feed, self.world, self.quiet = config, directory, feed, among, quiet
         self.decoder = Decoder(config.model.decoder(feed.batches.vocab_size))
         initialise(self.decoder, config.seed)
         self.flops = flops_per_token(self.decoder.config, config.data.sequence)
         self.model: nn.Module = spread(self.decoder, config.train, among)
         self.optimizer = adamw(self.decoder, config.train)
-        self.checkpoints = Checkpoints(directory / "checkpoints", config.train.keep, among)
+        self.checkpoints = Checkpoints(
+            directory / "checkpoints", config.train.keep, among, config.train.checkpoint_at
+        )
         self.checkpoints.clean()
-        self.progress = self.checkpoints.restore(self.model, self.optimizer)
+        self.progress = self.checkpoints.restore(self.model, self.optimizer, start)
         self.metrics: Metrics | None = None
         if among.first:
             self.metrics = Metrics(directory, config, self.progress.step)
@@ -175,7 +191,8 @@ class Trainer:
             done, self.config.train.checkpoint_every
         ):
             self._validate(done)
-        if done % (self.config.train.checkpoint_every or self.config.train.steps) == 0:
+        every = self.config.train.checkpoint_every or self.config.train.steps
+        if done % every == 0 or done in self.config.train.checkpoint_at:
             self._save()
         return stop
 

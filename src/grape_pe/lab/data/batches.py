@@ -18,6 +18,9 @@ from ..errors import LabError
 from .dataset import Dataset
 from .permutation import permute
 
+#: seed and epoch of the order of validation windows: a fixed one
+VALIDATION_ORDER = (0, 0)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -38,7 +41,7 @@ class Batches(Protocol):
         """Some rows of the global batch of a step."""
 
     def validation(self, rows: range) -> Batch:
-        """Some rows of the validation set, the same for every run and seed."""
+        """Some rows of the validation set, the same for every run and seed; any first n are a random sample."""
 
 
 class Windows:
@@ -98,7 +101,9 @@ class DatasetBatches:
 
     def validation(self, rows: range) -> Batch:
         _check_rows(rows, self.validation_rows, "the validation split")
-        return self._rows(self._validation, list(rows))
+        return self._rows(
+            self._validation, permute(list(rows), self.validation_rows, *VALIDATION_ORDER).tolist()
+        )
 
     def _windows(self, samples: list[int]) -> list[int]:
         """Which window each row is; rows are numbered through the run. A call may touch several epochs."""

@@ -1,7 +1,7 @@
-"""The built-in corpus: text that every Python carries, so that nothing has to be downloaded.
+"""The built-in corpus: text that every installation carries, so that nothing has to be downloaded.
 
 The language reference as `help()` shows it, the docstrings of modules written in C, and the sources of the
-standard library (with their docstrings), in an order that depends on nothing but the Python.
+standard library and of torch (with their docstrings), in an order that depends on their versions alone.
 """
 
 from __future__ import annotations
@@ -14,37 +14,43 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_CHARACTERS = 12_000_000
+import torch
 
-# Tests, tables of characters, and programs that merely ship with the library.
+MAX_CHARACTERS = 40_000_000
+
+# Tests, tables of characters, code written by programs, and programs that merely ship with the library.
 SKIPPED = frozenset(
     {"__pycache__", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
     | {"site-packages", "test", "tests", "turtledemo"}
+    | {"testing", "_vendor", "_inductor", "_dynamo"}
 )
 
 
-def python_documents() -> list[str]:
-    """All documents, at most about MAX_CHARACTERS together."""
-    found, held = [], 0
+def builtin_documents() -> list[str]:
+    """All documents, each once, at most about MAX_CHARACTERS together."""
+    found: dict[str, None] = {}
+    size = 0
     for text in _everything():
-        if held >= MAX_CHARACTERS:
+        if size >= MAX_CHARACTERS:
             break
-        if text.strip():
-            found.append(text)
-            held += len(text)
-    return found
+        if text.strip() and text not in found:
+            found[text] = None
+            size += len(text)
+    return list(found)
 
 
-def python_name() -> str:
-    """Which Python the corpus is of: another version has other text."""
-    return f"{platform.python_implementation().lower()}-{platform.python_version()}"
+def corpus_name() -> str:
+    """The versions that the corpus is of: others have other text."""
+    python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
+    return f"{python}-torch-{torch.__version__.partition('+')[0]}"
 
 
 def _everything() -> Iterator[str]:
     yield from _reference()
     for name in sorted(sys.builtin_module_names):
         yield _docstrings(name)
-    yield from _sources()
+    yield from _sources(Path(sysconfig.get_paths()["stdlib"]))
+    yield from _sources(Path(torch.__file__).parent)
 
 
 def _reference() -> Iterator[str]:
@@ -78,8 +84,7 @@ def _doc(thing: object) -> str:
     return inspect.cleandoc(text) if isinstance(text, str) else ""
 
 
-def _sources() -> Iterator[str]:
-    root = Path(sysconfig.get_paths()["stdlib"])
+def _sources(root: Path) -> Iterator[str]:
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
     kept = [
         path

@@ -7,11 +7,10 @@ so the files come out the same, byte for byte, however often and wherever the pr
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from ...extras import require
 from ..errors import LabError
 from ..files import SCRATCH, damaged, read_json, write_json, writing
-from .corpus import python_name
+from .corpus import corpus_name
 from .encoding import EncodedChunk, encoded
 from .manifest import MANIFEST, PROGRESS, SPLITS, Manifest, load_manifest
 from .progress import Meter, meter
@@ -30,14 +29,16 @@ from .tokenizer import DEFAULT_TOKENIZER, FOLDER, build_tokenizer, load_tokenize
 
 SHARD_TOKENS = 100_000_000
 VALIDATION = 0.005
+BUILTIN_VALIDATION = 0.04
 COMMIT_TOKENS = 1 << 23
 #: bytes of validation text below which a dataset is refused
 LEAST_HELD_OUT = 128
 #: which documents are held out; a dataset made by another rule is not continued
-SPLIT_RULE = 2
+SPLIT_RULE = 3
 LOCK = ".lock"
 
 Writers = dict[str, SplitWriter]
+HeldOut = Callable[[int], bool]
 
 
 @dataclass
@@ -86,11 +87,12 @@ def prepare(
     with _locked(directory, wait), _nothing_half_made(directory, keep=wait or _begun(directory)):
         if not _finished(directory, settings):
             progress = _begin(directory, settings)
+            held_out = source.hold_out(validation)
             if not (directory / FOLDER).is_dir():
                 texts = (text for chunk in source.chunks() for text in chunk.texts)
                 build_tokenizer(tokenizer, texts).save(directory)
             with meter(show_progress, directory.name) as bar:
-                _run(source, directory, progress, workers, bar)
+                _run(source, directory, progress, held_out, workers, bar)
         (directory / PROGRESS).unlink(missing_ok=True)
     return directory
 
@@ -122,10 +124,10 @@ def builtin(cache_dir: str | os.PathLike[str] | None = None, tokenizer: str = "b
     """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data)."""
     root = cache_dir or os.environ.get("GRAPE_DATA") or Path.home() / ".cache/grape-pe/data"
     named = tokenizer_setting(tokenizer).replace(" (sha256 ", "-").strip(")").replace("/", "-")
-    directory = Path(root).expanduser() / f"builtin-v{SPLIT_RULE}-{named}-{python_name()}"
+    directory = Path(root).expanduser() / f"builtin-v{SPLIT_RULE}-{named}-{corpus_name()}"
     if (directory / MANIFEST).exists():
         return directory
-    return prepare(BuiltinSource(), directory, tokenizer=tokenizer, validation=0.03, wait=True)
+    return prepare(BuiltinSource(), directory, tokenizer=tokenizer, validation=BUILTIN_VALIDATION, wait=True)
 
 
 def _check(settings: dict[str, Any], workers: int) -> None:
@@ -238,7 +240,9 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) ->
         )
 
 
-def _run(source: Source, directory: Path, progress: _Progress, workers: int, bar: Meter) -> None:
+def _run(
+    source: Source, directory: Path, progress: _Progress, held_out: HeldOut, workers: int, bar: Meter
+) -> None:
     """Tokenize what is left of the source, then write the manifest."""
     tokenizer = load_tokenizer(directory)
     with _writers(directory, progress) as writers:
@@ -246,7 +250,7 @@ def _run(source: Source, directory: Path, progress: _Progress, workers: int, bar
         if size is not None and not progress.documents:
             texts = _first_cut(texts, progress.settings["validation"] * size)
         with closing(encoded(texts, directory, workers)) as chunks:
-            _write_all(chunks, writers, progress, directory, tokenizer.eos, bar)
+            _write_all(chunks, writers, progress, directory, held_out, tokenizer.eos, bar)
         shards = [shard for split in SPLITS for shard in writers[split].finish()]
     if {shard.split for shard in shards} != set(SPLITS):
         raise LabError("nothing is left to train on after the validation text; give more text")
@@ -270,12 +274,13 @@ def _write_all(
     writers: Writers,
     progress: _Progress,
     directory: Path,
+    held_out: HeldOut,
     eos: int,
     bar: Meter,
 ) -> None:
     committed = _total(writers)
     for chunk in chunks:
-        more = _write(chunk, writers, progress, eos)
+        more = _write(chunk, writers, progress, held_out, eos)
         bar.update(_total(writers), progress.documents, chunk.fraction)
         if not more:
             return
@@ -286,11 +291,11 @@ def _write_all(
             progress.save(directory)
 
 
-def _write(chunk: EncodedChunk, writers: Writers, progress: _Progress, eos: int) -> bool:
+def _write(chunk: EncodedChunk, writers: Writers, progress: _Progress, held_out: HeldOut, eos: int) -> bool:
     """Add a chunk's documents to their streams; False once there are enough tokens."""
     most = progress.settings["max_tokens"]
     for document in chunk.documents():
-        split = "val" if _held_out(progress.documents, progress.settings["validation"]) else "train"
+        split = "val" if held_out(progress.documents) else "train"
         writers[split].append(document, eos)
         progress.documents += 1
         if most is not None and _total(writers) >= most:
@@ -300,12 +305,3 @@ def _write(chunk: EncodedChunk, writers: Writers, progress: _Progress, eos: int)
 
 def _total(writers: Writers) -> int:
     return sum(writer.total_tokens for writer in writers.values())
-
-
-def _held_out(number: int, share: float) -> bool:
-    """By a hash of the document's number: independent of workers, chunks and interruptions.
-
-    The first is always held out; it stands for the first 1/share documents, so that the share is kept.
-    """
-    digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
-    return number == 0 or (number * share >= 1 and int.from_bytes(digest, "little") < share * 2**64)

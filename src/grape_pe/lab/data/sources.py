@@ -9,15 +9,17 @@ import glob
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...extras import require
 from ..errors import LabError
-from .corpus import python_documents, python_name
+from .corpus import builtin_documents, corpus_name
 from .readers import KINDS, Reader, reader_of
+from .splitting import held_out, without_repeats
 from .tokenizer import DEFAULT_TOKENIZER
 
 CHUNK_CHARACTERS = 1 << 20
@@ -58,6 +60,13 @@ class Source(ABC):
         """Bytes of text in all, if that is known (about, where files hold more than text)."""
         return None
 
+    def hold_out(self, share: float) -> Callable[[int], bool]:
+        """Choose about this share of the documents for validation; returns whether a number is among them.
+
+        To be called before documents are read.
+        """
+        return partial(held_out, share=share)
+
     def chunks(self, cursor: Any = None) -> Iterator[Chunk]:
         """The documents that are not empty, about a million characters at a time."""
         texts, held = [], 0
@@ -83,14 +92,19 @@ def _valid(text: str) -> str:
 
 
 class BuiltinSource(Source):
-    """The running Python's own text."""
+    """The text of the running Python and torch. What is held out is free of repeats of the rest."""
 
     def __init__(self) -> None:
-        self._all = python_documents()
+        self._all = builtin_documents()
         self._next = 0
 
     def settings(self) -> dict[str, Any]:
-        return {"source": "builtin", "python": python_name()}
+        return {"source": "builtin", "text": corpus_name()}
+
+    def hold_out(self, share: float) -> Callable[[int], bool]:
+        chosen = [held_out(number, share) for number in range(len(self._all))]
+        self._all, numbers = without_repeats(self._all, chosen)
+        return numbers.__contains__
 
     def documents(self, cursor: Any = None) -> Iterator[str]:
         for number in range(cursor or 0, len(self._all)):
@@ -102,9 +116,6 @@ class BuiltinSource(Source):
 
     def fraction(self) -> float | None:
         return self._next / len(self._all)
-
-    def size(self) -> int | None:
-        return sum(map(len, self._all))
 
 
 class FileSource(Source):
