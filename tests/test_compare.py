@@ -17,13 +17,14 @@ import torch
 
 from grape_pe.cli import main
 from grape_pe.lab.arm_run import run_job
-from grape_pe.lab.arms import Arm, split_arms
+from grape_pe.lab.arms import Arm
 from grape_pe.lab.compare import compare
 from grape_pe.lab.comparison import jobs, join_directory, load_comparison
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.optimization import initialise
 from grape_pe.lab.report import read_results, table
+from grape_pe.lab.written import split_names
 from grape_pe.models import Decoder
 
 TINY = {
@@ -117,12 +118,12 @@ def test_what_cannot_be_compared_is_said_at_once(arguments, said):
 def test_arms_are_written_with_their_options():
     text = "rope, fox[forget_bias=4]+kv,alibi[slopes=[0.7, 0.7, 0.7, 0.7]],alibi[slopes=0.69]"
     text += ",rope+fox[forget_bias=2]"
-    arms = [Arm.parse(each) for each in split_arms(text)]
+    arms = [Arm.parse(each) for each in split_names(text)]
     assert [(arm.encoding, arm.options, arm.kv_shift) for arm in arms] == [
         ("rope", {}, False), ("fox", {"forget_bias": 4}, True), ("alibi", {"slopes": [0.7] * 4}, False),
         ("alibi", {"slopes": 0.69}, False), ("rope+fox", {"forget_bias": 2}, False),
     ]  # fmt: skip
-    comparison = load_comparison("demo", arms=split_arms(text))
+    comparison = load_comparison("demo", arms=split_names(text))
     labels = [job.directory(Path("out")).name for job in jobs(comparison)]
     assert labels[1] == "fox[forget_bias=4]+kv-s0"
     configs = [job.config(comparison).model for job in jobs(comparison)]

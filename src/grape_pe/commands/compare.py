@@ -51,18 +51,18 @@ def add_parsers(commands: Commands) -> None:
 def run_compare(options: argparse.Namespace) -> int:
     require("pydantic", "lab")
     require("plotly", "lab")
-    from ..lab.arms import split_arms
     from ..lab.compare import compare
     from ..lab.comparison import load_comparison
     from ..lab.report import read_results, results_json, table
     from ..lab.report.verdict import verdict
+    from ..lab.written import split_names
 
     if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
         raise CommandError("--jobs and --seeds count things: give 1 or more")
     given = vars(options)
     comparison = load_comparison(
         options.comparison,
-        arms=None if options.encodings is None else split_arms(options.encodings),
+        arms=None if options.encodings is None else split_names(options.encodings),
         seeds=options.seeds,
         tasks=[] if options.tasks == "none" else _listed(options.tasks),
         budgets=_numbers("--budgets", options.budgets, int),
@@ -103,4 +103,6 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Number]) -> li
 
 
 def _listed(text: str | None) -> list[str] | None:
-    return None if text is None else [name for name in text.split(",") if name]
+    from ..lab.written import split_names
+
+    return None if text is None else split_names(text)

@@ -105,7 +105,7 @@ def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]
     task = build_task(job.task, **comparison.probe.data.task_options)
     lengths = [factor * task.length for factor in comparison.task_factors]
     found = score(model, task, samples=comparison.task_samples, lengths=lengths)
-    return {"task": job.task, "scores": [asdict(each) for each in found]}
+    return {"task": job.task, "scores": [asdict(each) | {"task": job.task} for each in found]}
 
 
 def _language(directory: Path, config: RunConfig, comparison: Comparison, model: Any) -> dict[str, Any]:

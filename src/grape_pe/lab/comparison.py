@@ -65,7 +65,7 @@ class Comparison(Section):
             if self.tasks:
                 _checked_arm(arm, self.probe, [], self.sweep)
         for task in self.tasks:
-            build_task(task)
+            build_task(task, **self.probe.data.task_options)
         if not self.language and not self.tasks:
             raise LabError("nothing to compare: language is off and no task is given")
 
