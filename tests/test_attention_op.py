@@ -39,10 +39,10 @@ def test_opcheck(kind):
 
 
 def test_packing_loses_nothing():
-    _, names, tensors, numbers = op_arguments("slope+path")
-    again = AttentionProblem.unpacked(names, tensors, numbers).packed()
-    assert again[0] == names and again[2] == numbers
-    assert all(x is y for x, y in zip(again[1], tensors, strict=True))
+    _, tensors, numbers = op_arguments("slope+path")
+    again = AttentionProblem.unpacked(tensors, numbers).packed()
+    assert again[1] == numbers
+    assert all(x is y for x, y in zip(again[0], tensors, strict=True))
 
 
 WRONG = {
@@ -61,11 +61,9 @@ WRONG = {
 def test_what_the_kernel_does_not_expect_never_reaches_it(name):
     """The compiled kernel reads addresses: any other dtype, device, size or layout is an error."""
     field, spoil = WRONG[name]
-    _, names, tensors, numbers = op_arguments("slope+path")
-    given = dict(zip(names.split(), tensors, strict=True))
-    problem = AttentionProblem.unpacked(names, tensors, numbers)
+    problem = AttentionProblem.unpacked(*op_arguments("slope+path")[1:])
     with pytest.raises(ValueError, match=f"the CPU attention kernel reads {field} as"):
-        launch.forward(replace(problem, **{field: spoil(given[field].detach())}))
+        launch.forward(replace(problem, **{field: spoil(getattr(problem, field).detach())}))
 
 
 class Layer(torch.nn.Module):
@@ -109,14 +107,32 @@ def test_exports():
     torch.testing.assert_close(program.module()(i), Layer("slope+path")(i))
 
 
-@pytest.mark.parametrize("impl", ("cpu", "sdpa"))
-def test_a_second_derivative_is_refused_by_kernels(impl):
+KERNEL_REFUSES = "no second derivative by its fused kernels; use impl='reference'"
+
+
+@pytest.mark.parametrize("impl, words", [("cpu", KERNEL_REFUSES), ("sdpa", "derivative")])
+def test_a_second_derivative_is_refused_by_kernels(impl, words):
     if impl == "cpu" and not native.available():
         pytest.skip(str(native.why_not()))
     q = torch.randn(1, 2, 5, 4, requires_grad=True)
     (first,) = torch.autograd.grad(attend(q, q, q, impl=impl).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="derivative"):
+    with pytest.raises(RuntimeError, match=words):
         first.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ("none", "a-q"))
+def test_a_small_hessian_in_float64_by_auto(kind):
+    i = inputs(5, batch=1, heads=2, kv_heads=1, width=3, value_width=3)
+    bias = BIASES[kind](i)
+
+    def loss(q: torch.Tensor, impl: str) -> torch.Tensor:
+        return attend(q, i["k"], i["v"], bias=bias, impl=impl).square().sum()
+
+    got, want = (
+        torch.autograd.functional.hessian(lambda q, impl=impl: loss(q, impl), i["q"])
+        for impl in ("auto", "reference")
+    )
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("impl", ("reference", "blocks"))

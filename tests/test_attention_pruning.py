@@ -47,6 +47,18 @@ def test_pruned_equals_unpruned(kind, mask):
         assert apart <= 4 * torch.finfo(torch.float32).eps * right.norm() + 2e-6, name
 
 
+def test_long_query_probes_prune_exactly():
+    """Nothing bounds an edge of grape-ap: probes thirty times as long, edges of hundreds of nats."""
+    i = inputs(LENGTH, **SHAPE)
+    i = rounded({**i, "probe_q": 30 * i["probe_q"]}, torch.float32)
+    full = evaluate(i, "path", "cpu", torch.float32, {}, prune=None)
+    with record_pruning() as report:
+        cut = evaluate(i, "path", "cpu", torch.float32, {})
+    assert report.fraction > 0.1
+    for name, right in full.items():
+        assert (cut[name] - right).norm() <= 4 * torch.finfo(torch.float32).eps * right.norm() + 2e-6, name
+
+
 def test_unpruned_skips_nothing():
     i = inputs(LENGTH, **SHAPE)
     with record_pruning() as report:

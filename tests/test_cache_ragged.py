@@ -291,6 +291,6 @@ def test_a_step_reads_no_values(name, monkeypatch):
     for method in ("__bool__", "item", "tolist", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, method, refuse)
     with torch.no_grad():
-        layout = cache._layout(one.q)
+        layout = cache._layout(one.q, one.k, one.x)
         seen = cache.extend(one.q, one.k, one.v, one.x, layout)
     assert seen.k.shape[2] == 21

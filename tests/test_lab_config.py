@@ -106,6 +106,12 @@ def test_a_file_over_its_base(tmp_path: Path) -> None:
     assert config.train.lr == load("small").train.lr
 
 
+@pytest.mark.parametrize("given, meant", [("after", "after"), ("true", True), ("false", False), (True, True)])
+def test_the_place_of_the_norm_is_one_setting(given: str | bool, meant: str | bool) -> None:
+    config = load("paper-medium", {"model.qk_norm": given})
+    assert config.model.qk_norm == meant and config.model.decoder().qk_norm == meant
+
+
 @pytest.mark.parametrize(
     "recipe, overrides, says",
     [
@@ -122,6 +128,7 @@ def test_a_file_over_its_base(tmp_path: Path) -> None:
         ),
         ("demo", {"train.steps": 30}, "train.warmup (30) must be below train.steps (30); try --train.warmup"),
         ("small", {"train.batch": 8, "train.micro_batch": 3}, "multiple of train.micro_batch, got 8 and 3"),
+        ("small", {"model.qk_norm": "behind"}, "'after'"),
         ("small", {"train.schedule": "linear"}, "'cosine' or 'wsd'"),
         ("small", {"model.encoding_options": "{a: "}, "the value of model.encoding_options is no YAML"),
     ],

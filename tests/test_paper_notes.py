@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grape_pe import build
 from grape_pe.bias import PathBias, SlopeBias, SlopeTerm
 from grape_pe.groups import (
     BasisRotation,
@@ -278,6 +279,88 @@ def test_10_the_shift_lift_adds_a_constant_and_a_signed_slope() -> None:
         assert biased < q @ key
 
 
+def test_11_a_learned_norm_after_the_rotation_breaks_the_relative_law() -> None:
+    """Score of q at i and k at j, normalised before or after the rotation, with learned weights of both sides."""
+    q, k = normal(2, 8)
+    weights = normal(2, 8, seed=1).exp()
+    frequencies = normal(4, seed=2).exp()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / x.square().mean().sqrt() * weight
+
+    def turned(n: float, x: Tensor) -> Tensor:
+        return PlaneRotation.from_angle(n * frequencies, torch.float64).apply(x)
+
+    def after(i: float, j: float, w: Tensor) -> Tensor:
+        return norm(turned(i, q), w[0]) @ norm(turned(j, k), w[1])
+
+    def before(i: float, j: float, w: Tensor) -> Tensor:
+        return turned(i, norm(q, w[0])) @ turned(j, norm(k, w[1]))
+
+    apart(after(9, 2, weights), after(14, 7, weights))
+    same(before(9, 2, weights), before(14, 7, weights))
+    # Exact again where W_q W_k commutes with the rotation: one weight for all, or one for each plane (half-split).
+    one, plane = torch.ones(2, 8, dtype=torch.float64), weights[:, :4].repeat(1, 2)
+    same(after(9, 2, one), before(9, 2, one))
+    for w in (one, plane):
+        same(after(9, 2, w), after(14, 7, w))
+
+
+def test_12_a_unipotent_bias_is_a_polynomial_in_the_offset() -> None:
+    """Differences of order r vanish for every nilpotent generator of index r; those of the other biases do not."""
+    m = torch.arange(12, dtype=torch.float64)
+    for r in (2, 3, 4):
+        q, k = normal(2, r)
+        nilpotent = normal(r, r, seed=1).triu(1)
+        basis = torch.linalg.qr(normal(r, r, seed=2)).Q
+        nilpotent = basis @ nilpotent @ basis.T  # nilpotent of index r, in another basis
+        scores = torch.stack([q @ expm(n * nilpotent).T @ k for n in m])
+        size = scores.abs().max()
+        same(scores.diff(n=r) / size, 0.0)
+        assert scores.diff(n=r - 1).abs().max() > TOL["apart"]
+    u, q, k = normal(3, 4)
+    lifts = [  # of the paper: linear
+        (*shift_generator(u), torch.cat([q, q.new_ones(1)]), torch.cat([k, k.new_ones(1)])),
+        (*slope_generator(4, number(0.7).unsqueeze(0)), lift_query(q), lift_key(k)),
+    ]
+    for p, right, left_q, left_k in lifts:
+        at = [score(Unipotent(p, right, n), left_q, Unipotent(p, right, number(0)), left_k) for n in m]
+        same(torch.stack(at).diff(n=2), 0.0)
+    others = {
+        "kerple log": -torch.log1p(m), "kerple power": -(m**0.5), "sandwich": torch.cos(m) + torch.cos(0.1 * m),
+        "fire": torch.log1p(m) / math.log(1 + 20),
+    }  # fmt: skip
+    for bias in others.values():
+        for r in (2, 3, 4):
+            assert bias.diff(n=r).abs().max() > TOL["apart"]
+
+
+def test_13_normalised_probes_bound_an_edge() -> None:
+    p, other = normal(2, 8)
+    unit_p, unit_other = (x / x.square().mean().sqrt() for x in (p, other))
+    same(unit_p @ unit_other / 8, torch.cosine_similarity(p, other, dim=0))
+    low, high = (torch.nn.functional.logsigmoid(number(z)) for z in (-1, 1))
+    assert -1.32 < low < -1.31 and -0.32 < high < -0.31
+
+    def edges(normalize_query: bool) -> Tensor:
+        """Costs of one step back for ALiBi's slope of one, in a model whose projection has grown."""
+        torch.manual_seed(0)
+        enc = build(
+            "grape-ap", heads=2, head_dim=4, width=6, slopes=1.0, normalize_query=normalize_query
+        ).double()
+        with torch.no_grad():
+            enc.projection.weight.mul_(50)
+        x, q = 3 * normal(1, 40, 6), normal(1, 2, 40, 4)
+        return (
+            enc(q, q, x=x).bias.dense().diff(dim=-1).tril(-1)[0][:, 1:]
+        )  # b(t, j + 1) - b(t, j), negated below
+
+    inside = torch.ones(39, 39, dtype=torch.bool).tril()
+    text, code = (-edges(flag)[:, inside] for flag in (True, False))
+    assert low - 1e-9 <= text.min() < -1.2 and -0.4 < text.max() <= high + 1e-9
+    assert code.min() < 10 * low and code.max() > 0.1 * high
+
+
 # The pages themselves
 
 ROOT = Path(__file__).parents[1]
@@ -288,7 +371,7 @@ def test_every_finding_names_its_test() -> None:
     assert re.findall(r"^\*Test\.\* `(\w+)`$", page, re.MULTILINE) == sorted(
         (name for name in globals() if re.match(r"test_\d+_", name)), key=lambda name: int(name.split("_")[1])
     )
-    assert [int(n) for n in re.findall(r"^## (\d+)\. ", page, re.MULTILINE)] == list(range(1, 11))
+    assert [int(n) for n in re.findall(r"^## (\d+)\. ", page, re.MULTILINE)] == list(range(1, 14))
 
 
 def cited(text: str) -> set[str]:

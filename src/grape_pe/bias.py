@@ -9,16 +9,16 @@ Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe feature
 
 When Tq < Tk the last query stands at the last key, so query row r is the token r + Tk - Tq.
 A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t. The
-exception is a `TileBias` that replaces a part of <q, k> itself (PaTH): it has a `scale`, which `attend` sets
+exception is a `TileBias` of products that stand in place of <q, k> (PaTH): it has a `scale`, which `attend` sets
 to its own through `at_scale`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ from .precision import exact_dtype, without_autocast
 
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
-BiasT = TypeVar("BiasT", bound="Bias")
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+LogitFunction = Callable[[slice, slice], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 # Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
@@ -48,6 +48,10 @@ class Bias:
         """b[rows, cols] as (B or 1, H or 1, rows, cols); None stands for zero."""
         raise TypeError(f"{type(self).__name__} is abstract: use one of the kinds in grape_pe.bias")
 
+    def row(self, keys: int) -> Tensor | None:
+        """The tile of a single query and all its `keys`: (B|1, H|1, 1, keys)."""
+        return self.tile(slice(0, 1), slice(0, keys))
+
     def views(self) -> dict[str, Tensor]:
         """What belongs to queries, by name: (B|1, H|1, Tq|1, …)."""
         return {}
@@ -55,6 +59,10 @@ class Bias:
     def traces(self) -> dict[str, Tensor]:
         """What tokens leave behind for later queries, by name: (B|1, H|1, Tk, …). A cache keeps these."""
         return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return self.views() | self.traces()
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
         """The same bias with some of its views or traces exchanged."""
@@ -112,9 +120,23 @@ class Bias:
         """The same bias in attention with this scale of <q, k>; `attend` asks for it before any `tile`."""
         return self
 
+    def logits(self) -> LogitFunction | None:
+        """A function of (rows, cols) that returns scale <q, k> + b, if that costs less than b alone; else None.
+
+        What all tiles share is computed here, once for a call of attention.
+        """
+        return None
+
+    def settled(self, last: int) -> Self:
+        """The same for queries after all these keys, at less cost a query; the `last` keys stay as they are.
+
+        A cache calls it now and then with what it holds, before new tokens come.
+        """
+        return self
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
-        return self.replaced({n: change(t) for n, t in (self.views() | self.traces()).items()})
+        return self.replaced({n: change(t) for n, t in self.tensors().items()})
 
     def __add__(self, other: Bias) -> Bias:
         return _sum([*_parts(self), *_parts(other)])
@@ -157,18 +179,6 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
     """Along tokens; a trace shared by the batch or the heads is expanded when the other is not."""
     lead = torch.broadcast_shapes(first.shape[:2], second.shape[:2])
     return torch.cat([t.expand(*lead, *t.shape[2:]) for t in (first, second)], 2)
-
-
-def _prefixed(parts: Sequence[Bias], side: Callable[[Bias], dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{i}.{name}": tensor for i, part in enumerate(parts) for name, tensor in side(part).items()}
-
-
-def _replace_parts(parts: Sequence[BiasT], tensors: Mapping[str, Tensor]) -> tuple[BiasT, ...]:
-    split: list[dict[str, Tensor]] = [{} for _ in parts]
-    for name, tensor in tensors.items():
-        index, _, rest = name.partition(".")
-        split[int(index)][rest] = tensor
-    return tuple(part.replaced(mine) for part, mine in zip(parts, split, strict=True))
 
 
 def _parts(bias: Bias) -> tuple[Bias, ...]:
@@ -232,7 +242,8 @@ class SlopeTerm(Bias):
         return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        new = (tensors.get(name, getattr(self, name)) for name in ("c_q", "c_k", "rate_q", "rate_k"))
+        return SlopeTerm(*new, self.counts)
 
     def rebased(self, offset: float) -> SlopeTerm:
         return replace(self, c_k=self.c_k - offset) if self.counts == "positions" else self
@@ -262,9 +273,57 @@ class SlopeTerm(Bias):
         assert isinstance(rate, Tensor)
         return rate * offset.to(rate.dtype)
 
+    def row(self, keys: int) -> Tensor:
+        rate = self.rate_k if self.rate_q is None else self.rate_q
+        assert rate is not None
+        if self.rate_q is not None and self.rate_k is not None:
+            rate = rate + self.rate_k
+        return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
+
+
+class _Compound(Bias):
+    """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
+
+    def members(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def changed(self, change: Callable[[int, Any], Bias]) -> Self:
+        """The same with each member changed, given its index."""
+        return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        tiles = [tile for part in self.members() if (tile := part.tile(rows, cols)) is not None]
+        return sum(tiles[1:], tiles[0])
+
+    def row(self, keys: int) -> Tensor:
+        rows = [row for part in self.members() if (row := part.row(keys)) is not None]
+        return sum(rows[1:], rows[0])
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        for part in self.members():
+            part.check(batch, heads, queries, keys)
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.views().items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.traces().items()
+        }
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        split: list[dict[str, Tensor]] = [{} for _ in self.members()]
+        for name, tensor in tensors.items():
+            index, _, rest = name.partition(".")
+            split[int(index)][rest] = tensor
+        return self.changed(lambda i, part: part.replaced(split[i]))
+
+    def rebased(self, offset: float) -> Self:
+        return self.changed(lambda i, part: part.rebased(offset))
+
 
 @dataclass(frozen=True, eq=False)
-class SlopeBias(Bias):
+class SlopeBias(_Compound):
     """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D."""
 
     terms: tuple[SlopeTerm, ...]
@@ -273,24 +332,8 @@ class SlopeBias(Bias):
         if not self.terms:
             raise ValueError("a SlopeBias needs at least one SlopeTerm; use NoBias() for zero")
 
-    def tile(self, rows: slice, cols: slice) -> Tensor:
-        return sum((term.tile(rows, cols) for term in self.terms[1:]), self.terms[0].tile(rows, cols))
-
-    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        for term in self.terms:
-            term.check(batch, heads, queries, keys)
-
-    def views(self) -> dict[str, Tensor]:
-        return _prefixed(self.terms, lambda term: term.views())
-
-    def traces(self) -> dict[str, Tensor]:
-        return _prefixed(self.terms, lambda term: term.traces())
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeBias:
-        return SlopeBias(_replace_parts(self.terms, tensors))
-
-    def rebased(self, offset: float) -> SlopeBias:
-        return SlopeBias(tuple(term.rebased(offset) for term in self.terms))
+    def members(self) -> tuple[SlopeTerm, ...]:
+        return self.terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,9 +407,39 @@ class PathBias(Bias):
         repeat = self.rate.shape[1] // total.shape[1]
         return self.rate.unsqueeze(-1) * total.to(z.dtype).repeat_interleave(repeat, 1)
 
+    def row(self, keys: int) -> Tensor:
+        probe, probes = self.probe_q / self.probe_q.shape[-1], self.probe_k[:, :, 1:]
+        wide = torch.promote_types(probe.dtype, probes.dtype)
+        with without_autocast(probes):
+            edge = LINKS[self.link](probe.to(wide) @ probes.transpose(-1, -2).to(wide))
+        # from the right, as in `tile`: the edges after each key
+        total = F.pad(edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide), (0, 1))
+        repeat = self.rate.shape[1] // total.shape[1]
+        return self.rate.unsqueeze(-1) * (total if repeat == 1 else total.repeat_interleave(repeat, 1))
+
 
 @dataclass(frozen=True, eq=False)
-class TileBias(Bias):
+class _Features(Bias):
+    """A user's function of features of tokens."""
+
+    function: Callable[..., Tensor]
+    query: Mapping[str, Tensor]
+    key: Mapping[str, Tensor]
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"query.{name}": tensor for name, tensor in self.query.items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {f"key.{name}": tensor for name, tensor in self.key.items()}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
+        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
+        return replace(self, query=query, key=key)
+
+
+@dataclass(frozen=True, eq=False)
+class TileBias(_Features):
     """Any function of a tile, given features of tokens: radial distance, PaTH, a user's own.
 
     `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
@@ -377,8 +450,6 @@ class TileBias(Bias):
     """
 
     function: TileFunction
-    query: Mapping[str, Tensor]
-    key: Mapping[str, Tensor]
     scale: float | None = None
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
@@ -390,20 +461,9 @@ class TileBias(Bias):
     def at_scale(self, scale: float) -> TileBias:
         return self if self.scale is None else replace(self, scale=scale)
 
-    def views(self) -> dict[str, Tensor]:
-        return {f"query.{name}": tensor for name, tensor in self.query.items()}
-
-    def traces(self) -> dict[str, Tensor]:
-        return {f"key.{name}": tensor for name, tensor in self.key.items()}
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> TileBias:
-        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
-        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
-        return replace(self, query=query, key=key)
-
 
 @dataclass(frozen=True, eq=False)
-class ScoreBias(Bias):
+class ScoreBias(_Features):
     """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
 
     `t` and `j` are the indices of the query's and the key's token, integer tensors; `query` and `key` are numbers of
@@ -413,66 +473,43 @@ class ScoreBias(Bias):
     """
 
     function: ScoreFunction
-    query: Mapping[str, Tensor]
-    key: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         if not self.query or not self.key:
             raise ValueError("a ScoreBias needs a feature (B|1, H|1, T) of queries and one of keys; got none")
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        device, shift = (
-            next(iter(self.key.values())).device,
-            (self.key_length or 0) - (self.query_length or 0),
-        )
+        device = next(iter(self.key.values())).device
+        shift = (self.key_length or 0) - (self.query_length or 0)
         t = torch.arange(rows.start + shift, rows.stop + shift, device=device).view(1, 1, -1, 1)
         j = torch.arange(cols.start, cols.stop, device=device).view(1, 1, 1, -1)
         query = {name: x[:, :, rows].unsqueeze(-1) for name, x in self.query.items()}
         key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
         return self.function(t, j, query, key).expand(-1, -1, t.shape[2], j.shape[3])
 
-    def views(self) -> dict[str, Tensor]:
-        return {f"query.{name}": tensor for name, tensor in self.query.items()}
-
-    def traces(self) -> dict[str, Tensor]:
-        return {f"key.{name}": tensor for name, tensor in self.key.items()}
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> ScoreBias:
-        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
-        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
-        return replace(self, query=query, key=key)
-
 
 @dataclass(frozen=True, eq=False)
-class SumBias(Bias):
+class SumBias(_Compound):
     """Biases of different kinds, added. Made by `+`, which merges what can be merged."""
 
     parts: tuple[Bias, ...]
 
-    def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles: list[Any] = [
-            tile for tile in (part.tile(rows, cols) for part in self.parts) if tile is not None
-        ]
-        return sum(tiles[1:], tiles[0])
-
-    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        for part in self.parts:
-            part.check(batch, heads, queries, keys)
-
-    def views(self) -> dict[str, Tensor]:
-        return _prefixed(self.parts, lambda part: part.views())
-
-    def traces(self) -> dict[str, Tensor]:
-        return _prefixed(self.parts, lambda part: part.traces())
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> SumBias:
-        return SumBias(_replace_parts(self.parts, tensors))
-
-    def rebased(self, offset: float) -> SumBias:
-        return SumBias(tuple(part.rebased(offset) for part in self.parts))
+    def members(self) -> tuple[Bias, ...]:
+        return self.parts
 
     def at_scale(self, scale: float) -> SumBias:
-        return SumBias(tuple(part.at_scale(scale) for part in self.parts))
+        return self.changed(lambda i, part: part.at_scale(scale))
+
+    def settled(self, last: int) -> SumBias:
+        return SumBias(tuple(part.settled(last) for part in self.parts))
+
+    def logits(self) -> LogitFunction | None:
+        for i, part in enumerate(self.parts):
+            logits = part.logits()
+            if logits is not None:
+                rest = SumBias((*self.parts[:i], *self.parts[i + 1 :]))
+                return lambda rows, cols: logits(rows, cols) + rest.tile(rows, cols)
+        return None
 
     def queries(self, rows: slice) -> SumBias:
-        return SumBias(tuple(part.queries(rows) for part in self.parts))
+        return self.changed(lambda i, part: part.queries(rows))

@@ -22,7 +22,8 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which tensors of `dtype` are multiplied: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+    full = dtype is torch.float32 or dtype is torch.float64
+    return dtype if full else torch.promote_types(dtype, torch.float32)
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -54,6 +55,8 @@ class WideLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = working_dtype(x.dtype)
+        if x.dtype == self.weight.dtype == wide and not torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(wide)
         with without_autocast(x):
             return F.linear(x.to(wide), self.weight.to(wide), bias)

@@ -7,12 +7,13 @@ of the bias alone tells from where on a logit can reach the row's own diagonal o
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..bias import Bias
+from ..precision import working_dtype
 from .masks import Masks, finite_tokens, readable
 from .pruning import AUTO, OFF, Prune, as_number, count, nats
+from .sdpa import sdpa
 
 FEW = 16  # queries: beyond this a tile kernel is faster, and a row would no longer be small
 WORTH = 2048  # keys: below this reading them all is cheaper than asking which to skip
@@ -30,21 +31,41 @@ def why_not_decode(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) ->
 def attend_decode(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
 ) -> tuple[Tensor, None]:
-    if 0 in (*q.shape, k.shape[2], v.shape[-1]):
+    if 0 in q.shape or k.shape[2] == 0 or v.shape[-1] == 0:
         return v.new_zeros(*q.shape[:3], v.shape[-1]), None
     rows, visible = _rows(q, k, bias, masks)
-    first = None if rows is None else _first_keys(q, k, rows, scale, prune, masks.key_bound)
-    total = k.shape[1] * k.shape[2]
-    count(total - sum(first or []), total)
-    if readable(q) and q.device.type == "cpu":
-        out = _attend_rows(q, k, v, rows, scale, first)
-        if bool(out.isnan().any() | (out == 0).all(-1).any()):  # torch gives zeros for a row of NaNs
-            out = _attend_not_finite(q, k, v, rows, visible, scale)
-    elif visible is None:
-        out = _attend_rows(q, k, v, rows, scale, None)
-    else:  # values may not be looked at, and what is hidden must not spread
+    looks = q.device.type == "cpu" and readable(q)
+    if not looks and visible is not None:  # values may not be looked at, and what is hidden must not spread
         out = _attend_not_finite(q, k, v, rows, visible, scale)
+    else:
+        first = None
+        if rows is not None and looks and masks.key_bound is not None:
+            first = _first_keys(q, k, rows, scale, prune, masks.key_bound)
+        total = k.shape[1] * k.shape[2]
+        count(total if first is None else total - sum(first), total)
+        out = _attend_rows(q, k, v, rows, scale, first)
+        if looks and not out.abs().amax(-1).amin().item() > 0:  # NaN; or zeros, torch's result for a row of NaNs
+            out = _attend_not_finite(q, k, v, rows, visible, scale)
     return (out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)), None
+
+
+def attend_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    key_bound: Tensor | None = None,
+) -> Tensor:
+    """`attend` for one query on the CPU, without gradients and without its checks: what a cache calls.
+
+    `documents` is (B|1, Tk); the rest is as for `attend`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    masks = Masks(1, k.shape[2], q.device, True, None, documents, key_padding, 0, key_bound)
+    return attend_decode(q, k, v, bias.at_scale(scale), masks, scale, "auto")[0]
 
 
 def _rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> tuple[Tensor | None, Tensor | None]:
@@ -53,9 +74,9 @@ def _rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> tuple[Tensor | None
     The bias is never rounded to half precision: about -50 the numbers of bfloat16 are 0.25 apart.
     """
     every = slice(0, q.shape[2]), slice(0, k.shape[2])
-    tile = bias.tile(*every)
+    tile = bias.row(k.shape[2]) if q.shape[2] == 1 else bias.tile(*every)
     if tile is not None:
-        tile = tile.to(torch.promote_types(q.dtype, torch.float32))
+        tile = tile.to(working_dtype(q.dtype))
     if masks.plain and (q.shape[2] == 1 or not masks.causal):
         return tile, None
     visible = masks.tile(*every)
@@ -72,7 +93,8 @@ def _attend_rows(
     """
     if rows is None:
         return _sdpa(q, k, v, None, scale)
-    rows = rows.expand(q.shape[0], q.shape[1], *rows.shape[2:])
+    if rows.shape[0] != q.shape[0] or rows.shape[1] != q.shape[1]:
+        rows = rows.expand(q.shape[0], q.shape[1], -1, -1)
     if first is None and rows.dtype == q.dtype:
         return _sdpa(q, k, v, rows, scale)
     group = q.shape[1] // k.shape[1]
@@ -85,26 +107,20 @@ def _attend_rows(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
-    width, size = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    if scale <= 0:  # torch multiplies the -inf of its mask by it
-        q, scale = (-q, -scale) if scale < 0 else (0.0 * q, 1.0)
-    if q.shape[-1] != width:  # the flash kernels want one width
-        q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
-    options = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=rows, scale=scale, **options)[..., :width]
+    return sdpa(q, k, v, scale) if rows is None else sdpa(q, k, v, scale, attn_mask=rows)
 
 
 def _first_keys(
-    q: Tensor, k: Tensor, rows: Tensor, scale: float, prune: Prune, key_bound: Tensor | None
+    q: Tensor, k: Tensor, rows: Tensor, scale: float, prune: Prune, key_bound: Tensor
 ) -> list[int] | None:
     """For each key head the first key that any of its rows may need; None when all are to be read.
 
     A row has at least the logit of its newest visible key, exactly; no other exceeds |q| max|k| plus bias.
     """
     choice, group = as_number(prune), q.shape[1] // k.shape[1]
-    if key_bound is None or choice == OFF or k.shape[2] < WORTH or q.device.type != "cpu" or not readable(q):
+    if choice == OFF or k.shape[2] < WORTH:
         return None
-    q = q.to(torch.promote_types(q.dtype, torch.float32))  # a norm rounded down would be no bound
+    q = q.to(working_dtype(q.dtype))  # a norm rounded down would be no bound
     tau = nats(k.shape[2]) if choice == AUTO else choice
     bound = q.norm(dim=-1).unflatten(1, (-1, group)) * key_bound[:, :, None, None] * abs(scale)
     need = (_newest_logits(q, k, rows, scale).unflatten(1, (-1, group)) - bound - tau).flatten(1, 2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+
+#: dtypes of document ids; torch computes little with the other integers
+ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +31,47 @@ class Masks:
     key_padding: Tensor | None = None
     sinks: int = 0
     key_bound: Tensor | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        causal: bool,
+        window: int | None,
+        documents: Tensor | None,
+        cu_seqlens: Tensor | None,
+        key_padding: Tensor | None,
+        sinks: int,
+        key_bound: Tensor | None,
+    ) -> Masks:
+        """The masks of a call of `attend`; raises a ValueError that names what is wrong."""
+        batch, length = k.shape[0], k.shape[2]
+        if cu_seqlens is not None:
+            if documents is not None:
+                raise ValueError("documents and cu_seqlens mean the same; give one of them")
+            documents = documents_from_lengths(cu_seqlens, length)
+        if q.shape[2] > length and (causal or documents is not None):
+            what = "causal attention" if causal else "attention over documents"
+            raise ValueError(f"{what} needs at least as many keys as queries, got {length} and {q.shape[2]}")
+        if window is not None:
+            if not isinstance(window, int) or window < 1:
+                raise ValueError(f"window counts visible tokens: an integer of at least 1, got {window!r}")
+            window = min(window, 1 << 40)  # positions are added to it, in 64 bits
+        if sinks < 0 or (sinks and window is None):
+            raise ValueError(
+                f"sinks keep the first keys visible outside a window: give window=… and sinks >= 0, got {sinks}"
+            )
+        masks = cls(q.shape[2], length, q.device, causal, window, sinks=sinks)
+        if documents is None and key_padding is None and key_bound is None:
+            return masks
+        check_devices(q, {"documents": documents, "key_padding": key_padding, "key_bound": key_bound})
+        return replace(
+            masks,
+            documents=_ids(documents, batch, length),
+            key_padding=_hidden(key_padding, batch, length),
+            key_bound=_bound(key_bound, k),
+        )
 
     @property
     def shift(self) -> int:
@@ -75,6 +120,48 @@ class Masks:
         if self.key_padding is not None:
             visible = visible & ~self.key_padding[:, None, None, cols]
         return visible
+
+
+def _ids(documents: Tensor | None, batch: int, length: int) -> Tensor | None:
+    if documents is None:
+        return None
+    ids = documents[None] if documents.dim() == 1 else documents
+    if ids.shape not in ((1, length), (batch, length)) or ids.dtype not in ID_DTYPES:
+        raise ValueError(
+            f"documents must be integer ids of shape ({length},) or ({batch}, {length}), one for each "
+            f"key; got {documents.dtype} {tuple(documents.shape)}"
+        )
+    return ids
+
+
+def _hidden(key_padding: Tensor | None, batch: int, length: int) -> Tensor | None:
+    if key_padding is None:
+        return None
+    if key_padding.shape != (batch, length) or key_padding.dtype != torch.bool:
+        raise ValueError(
+            f"key_padding must be bool of shape ({batch}, {length}), True on padding; "
+            f"got {key_padding.dtype} {tuple(key_padding.shape)}"
+        )
+    return key_padding
+
+
+def _bound(key_bound: Tensor | None, k: Tensor) -> Tensor | None:
+    if key_bound is None:
+        return None
+    if key_bound.shape != k.shape[:2]:
+        raise ValueError(
+            f"key_bound must be {tuple(k.shape[:2])}, a number for each key head; "
+            f"got {tuple(key_bound.shape)}"
+        )
+    # a bound rounded to half precision may be below the norm it was made from
+    return key_bound.float() * (1 + torch.finfo(key_bound.dtype).eps)
+
+
+def check_devices(q: Tensor, others: Mapping[str, Tensor | None], of: str = "") -> None:
+    """The kernels read addresses: a tensor on another device must be an error before anything is read."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name}{of} is on {tensor.device} but q is on {q.device}; move one of them")
 
 
 def documents_from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:

@@ -20,7 +20,9 @@ features.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
@@ -35,7 +37,7 @@ Kernel = Literal["cpu", "triton"]
 LAUNCH = {"cpu": ".cpu.launch", "triton": ".gpu.launch"}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AttentionProblem:
     """What a kernel computes: out = softmax(scale q k^T + slopes + path) v over the visible keys.
 
@@ -71,26 +73,37 @@ class AttentionProblem:
         cls, q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks, scale: float, prune: Prune
     ) -> Self:
         """The problem of one call; `why_not(bias)` must be None. Differentiable in every tensor."""
+        p = cls(q, k, v, causal=masks.causal, window=masks.window or 0, sinks=masks.sinks)
+        p.scale, p.prune = scale, as_number(prune)
+        if masks.documents is not None:
+            p.documents = masks.documents.expand(q.shape[0], -1)
+        p.key_padding, p.key_bound = masks.key_padding, masks.key_bound
         terms, path = _split(bias)
-        batch = q.shape[0]
-        traces = [*bias.views().values(), *bias.traces().values()]
-        return cls(
-            q,
-            k,
-            v,
-            **_stack_terms(terms, q, k),
-            **_expand_path(path, batch),
-            documents=None if masks.documents is None else masks.documents.expand(batch, -1),
-            key_padding=masks.key_padding,
-            key_bound=masks.key_bound,
-            causal=masks.causal,
-            window=masks.window or 0,
-            sinks=masks.sinks,
-            scale=scale,
-            bounded=path is not None and path.link == "bounded",
-            prune=as_number(prune),
-            bias_learns=torch.is_grad_enabled() and any(x.requires_grad for x in traces),
-        )
+        if terms:
+            p._add_slopes(terms)
+        if path is not None:
+            p._add_path(path)
+        if torch.is_grad_enabled():
+            p.bias_learns = any(x is not None and x.requires_grad for x in p._of_bias())
+        return p
+
+    def _add_slopes(self, terms: list[SlopeTerm]) -> None:
+        queries = (*self.q.shape[:2], self.q.shape[2])
+        keys = (*self.q.shape[:2], self.k.shape[2])
+        self.c_q = _stacked([term.c_q for term in terms], torch.float64, queries)
+        self.c_k = _stacked([term.c_k for term in terms], torch.float64, keys)
+        self.rate_q = _stacked([term.rate_q for term in terms], torch.float32, queries)
+        self.rate_k = _stacked([term.rate_k for term in terms], torch.float32, keys)
+
+    def _add_path(self, path: PathBias) -> None:
+        batch = self.q.shape[0]
+        self.probe_q = path.probe_q.float().expand(batch, -1, -1, -1)
+        self.probe_k = path.probe_k.float().expand(batch, -1, -1, -1)
+        self.path_rate, self.bounded = path.rate.float().reshape(-1), path.link == "bounded"
+
+    def _of_bias(self) -> tuple[Tensor | None, ...]:
+        slopes = (self.c_q, self.c_k, self.rate_q, self.rate_k)
+        return (*slopes, self.probe_q, self.probe_k, self.path_rate)
 
     @property
     def empty(self) -> bool:
@@ -102,27 +115,21 @@ class AttentionProblem:
         """The key index at which query row 0 stands."""
         return self.k.shape[2] - self.q.shape[2]
 
-    def packed(self) -> tuple[str, list[Tensor], list[float]]:
-        """The problem as arguments of the op: names of the tensors present, the tensors, the numbers."""
-        given = {name: getattr(self, name) for name in TENSORS}
-        names = [name for name, x in given.items() if x is not None]
-        return " ".join(names), [given[name] for name in names], [float(getattr(self, n)) for n in NUMBERS]
+    def packed(self) -> tuple[list[Tensor | None], list[float]]:
+        """The problem as arguments of the op: its tensors and its numbers."""
+        return [getattr(self, name) for name in TENSORS], [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
-    def unpacked(cls, names: str, tensors: list[Tensor], numbers: list[float]) -> Self:
+    def unpacked(cls, tensors: Packed, numbers: list[float]) -> Self:
         """The inverse of `packed`."""
-        values: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
-        for name, number in zip(NUMBERS, numbers, strict=True):
-            values[name] = _KINDS[name](number)
-        return cls(**values)
+        causal, window, sinks, scale, bounded, prune, learns = numbers
+        return cls(*tensors, bool(causal), int(window), int(sinks), scale, bool(bounded), prune, bool(learns))  # type: ignore[arg-type, call-arg]
 
 
 #: fields in order: the first ten can have gradients
-TENSORS = tuple(field.name for field in fields(AttentionProblem) if "Tensor" in str(field.type))
-DIFFERENTIABLE = TENSORS[: TENSORS.index("documents")]
-_KINDS = {"causal": bool, "window": int, "sinks": int, "scale": float}
-_KINDS |= {"bounded": bool, "prune": float, "bias_learns": bool}
-NUMBERS = tuple(_KINDS)
+_NAMES = [field.name for field in fields(AttentionProblem)]
+TENSORS, NUMBERS = tuple(_NAMES[:13]), tuple(_NAMES[13:])
+DIFFERENTIABLE = TENSORS[:10]
 
 
 # -------------------------------------------------------------------------------- from a Bias to tensors
@@ -158,29 +165,15 @@ def _split(bias: Bias) -> tuple[list[SlopeTerm], PathBias | None]:
     return terms, path
 
 
-def _stack_terms(terms: list[SlopeTerm], q: Tensor, k: Tensor) -> dict[str, Tensor]:
-    """c_q, c_k, rate_q, rate_k as (R, B, H, T); a rate that no term has is left out."""
-    found: dict[str, Tensor] = {}
-    for name in ("c_q", "c_k", "rate_q", "rate_k") if terms else ():
-        given = [getattr(term, name) for term in terms]
-        if all(x is None for x in given):
-            continue
-        shape = (*q.shape[:2], (q if name.endswith("q") else k).shape[2])
-        dtype = torch.float64 if name.startswith("c") else torch.float32
-        zero = q.new_zeros((), dtype=dtype)
-        full = [(zero if x is None else x.to(dtype)).expand(shape) for x in given]
-        found[name] = full[0].unsqueeze(0) if len(full) == 1 else torch.stack(full)
-    return found
-
-
-def _expand_path(path: PathBias | None, batch: int) -> dict[str, Tensor]:
-    if path is None:
-        return {}
-    return {
-        "probe_q": path.probe_q.float().expand(batch, -1, -1, -1),
-        "probe_k": path.probe_k.float().expand(batch, -1, -1, -1),
-        "path_rate": path.rate.float().reshape(-1),
-    }
+def _stacked(given: list[Tensor | None], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
+    """(R, B, H, T) from (B|1, H|1, T|1) each, with zeros for None; None when nothing is given."""
+    found = [x for x in given if x is not None]
+    if len(given) == len(found) == 1:
+        return found[0].to(dtype).expand(1, *shape)
+    if not found:
+        return None
+    zero = found[0].new_zeros((), dtype=dtype)
+    return torch.stack([(zero if x is None else x.to(dtype)).expand(shape) for x in given])
 
 
 def as_two_floats(c: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,6 +186,10 @@ def as_two_floats(c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------- the op
+#
+# Defined with torch.library.Library: the wrappers of torch.library.custom_op take as long as a small call.
+
+Packed = Sequence[Tensor | None]
 
 
 def run(problem: AttentionProblem, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,81 +198,101 @@ def run(problem: AttentionProblem, kernel: Kernel) -> tuple[Tensor, Tensor, Tens
     return out, lse, work
 
 
+@functools.cache
 def _launch(kernel: str) -> Any:
     return importlib.import_module(LAUNCH[kernel], __package__)
 
 
-@torch.library.custom_op("grape::attention", mutates_args=())
-def attention(kernel: str, names: str, tensors: list[Tensor], numbers: list[float]) -> list[Tensor]:
+def _forward(kernel: str, tensors: Packed, numbers: list[float]) -> list[Tensor]:
     """[out, lse, work, *saved]: see the top of this file."""
-    problem = AttentionProblem.unpacked(names, tensors, numbers)
-    out, lse, work, saved = _launch(kernel).forward(problem)
+    out, lse, work, saved = _launch(kernel).forward(AttentionProblem.unpacked(tensors, numbers))
     return [out, lse, work, *saved]
 
 
-@attention.register_fake
-def _(kernel: str, names: str, tensors: list[Tensor], numbers: list[float]) -> list[Tensor]:
-    p = AttentionProblem.unpacked(names, tensors, numbers)
+def _fake_forward(kernel: str, tensors: Packed, numbers: list[float]) -> list[Tensor]:
+    p = AttentionProblem.unpacked(tensors, numbers)
     out = p.q.new_empty((*p.q.shape[:3], p.v.shape[-1]))
     lse = p.q.new_empty(p.q.shape[:3], dtype=torch.float32)
     work = p.q.new_empty((*p.q.shape[:2], 2), dtype=torch.int64)
     return [out, lse, work, *_launch(kernel).allocate(p)]
 
 
-@torch.library.custom_op("grape::attention_backward", mutates_args=())
-def attention_backward(
-    kernel: str,
-    names: str,
-    tensors: list[Tensor],
-    numbers: list[float],
-    wanted: str,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    results: list[Tensor],
+def _backward(
+    kernel: str, tensors: Packed, numbers: list[float], wanted: list[int], *rest: Any
 ) -> list[Tensor]:
-    """Gradients of the fields named in `wanted`, in that order; `results` are those of the forward op."""
-    problem = AttentionProblem.unpacked(names, tensors, numbers)
-    asked = wanted.split()
-    grads = _launch(kernel).backward(problem, asked, d_out, d_lse, results)
-    return [grads[name] for name in asked]
+    """Gradients of the tensors numbered in `wanted`; `rest` is d_out, d_lse and the results of the forward."""
+    names = [TENSORS[i] for i in wanted]
+    grads = _launch(kernel).backward(AttentionProblem.unpacked(tensors, numbers), names, *rest)
+    return [grads[name] for name in names]
 
 
-@attention_backward.register_fake
-def _(
-    kernel: str, names: str, tensors: list[Tensor], numbers: list[float], wanted: str, *_: Any
+def _fake_backward(
+    kernel: str, tensors: Packed, numbers: list[float], wanted: list[int], *_: Any
 ) -> list[Tensor]:
-    given = dict(zip(names.split(), tensors, strict=True))
-    return [given[name].new_empty(given[name].shape) for name in wanted.split()]
+    return [x.new_empty(x.shape) for x in map(tensors.__getitem__, wanted) if x is not None]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.kernel, ctx.names, tensors, ctx.numbers = inputs
-    ctx.count = len(tensors)
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
+def _differentiable(kernel: str, tensors: Packed, numbers: list[float]) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return list(_Attention.apply(kernel, numbers, *tensors))  # type: ignore[no-untyped-call]
+    return _below_autograd(attention, kernel, tensors, numbers)
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: gradient checkpointing allows no second time
-    tensors, results = list(saved[: ctx.count]), list(saved[ctx.count :])
-    d_out, d_lse = grads[:2]
-    if d_out is None:
-        d_out = torch.zeros_like(results[0])
-    names = ctx.names.split()
-    wanted = [name for name, need in zip(names, ctx.needs_input_grad[2], strict=True) if need]
-    found = attention_backward(
-        ctx.kernel, ctx.names, tensors, ctx.numbers, " ".join(wanted), d_out, d_lse, results
-    )
-    by_name = dict(zip(wanted, found, strict=True))
-    return None, None, [by_name.get(name) for name in names], None
+def _below_autograd(op: Callable[..., Any], *arguments: Any) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)  # type: ignore[no-any-return]
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "grape.attend has no second derivative by its fused kernels; use impl='reference' or impl='blocks'"
-    )
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: str, numbers: list[float], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        results = _below_autograd(attention, kernel, tensors, numbers)
+        ctx.kernel, ctx.numbers = kernel, numbers
+        ctx.save_for_backward(*tensors, *results)
+        ctx.mark_non_differentiable(*results[2:])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # read once: gradient checkpointing allows no second time
+        tensors, results = saved[: len(TENSORS)], saved[len(TENSORS) :]
+        if d_out is None:
+            d_out = torch.zeros_like(results[0])
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
+        arguments = (ctx.kernel, tensors, ctx.numbers, wanted, d_out, d_lse, results)
+        found: Sequence[Tensor] = _below_autograd(attention_backward, *arguments)
+        if torch.is_grad_enabled():
+            found = _NoSecondDerivative.apply(len(found), *found, *tensors, d_out, d_lse)  # type: ignore[no-untyped-call]
+        grads = dict(zip(wanted, found, strict=True))
+        return None, None, *map(grads.get, range(len(TENSORS)))
 
 
-attention.register_autograd(_backward, setup_context=_setup)
-attention_backward.register_autograd(_no_second_derivative)
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes the gradients on, and refuses to differentiate them."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(
+            "grape.attend has no second derivative by its fused kernels; use impl='reference' or impl='blocks'"
+        )
+
+
+_LIBRARY = torch.library.Library("grape", "DEF")
+_LIBRARY.define("attention(str kernel, Tensor?[] tensors, float[] numbers) -> Tensor[]")
+_LIBRARY.define(
+    "attention_backward(str kernel, Tensor?[] tensors, float[] numbers, int[] wanted, Tensor d_out, "
+    "Tensor? d_lse, Tensor[] results) -> Tensor[]"
+)
+_LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention", _differentiable, "Autograd")
+_LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("grape::attention", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("grape::attention_backward", _fake_backward, lib=_LIBRARY)
+
+attention = torch.ops.grape.attention.default
+attention_backward = torch.ops.grape.attention_backward.default

@@ -39,14 +39,15 @@ def attend_sdpa(
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> Tensor:
     """`scaled_dot_product_attention` for any value width, scale and number of key heads."""
-    width = v.shape[-1]
+    width, features = v.shape[-1], q.shape[-1]
     if scale <= 0:  # torch multiplies the -inf of its mask by it
         q, scale = (-q, -scale) if scale < 0 else (0.0 * q, 1.0)
-    if q.shape[-1] != width:  # the flash kernels want one width
-        size = max(q.shape[-1], width)
-        q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
     if q.shape[1] != k.shape[1]:
         options["enable_gqa"] = True
+    if features == width:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, **options)
+    size = max(features, width)  # the flash kernels want one width
+    q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=scale, **options)[..., :width]
 
 

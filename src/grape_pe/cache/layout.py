@@ -8,12 +8,13 @@ shifted neighbours never see it, wherever it stood.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..encodings.prepared import Preparation, Prepared
 from .table import take
 
 
@@ -40,6 +41,7 @@ class Layout:
     holes: where the padding of each sequence stood in the call, if there is any.
     next: the position that follows, for each sequence; None with several coordinates.
     places: positions of the tokens of each sequence, if they are not those that follow.
+    prepared: what all layers share in a step of a few tokens without gradients; None in other calls.
     """
 
     positions: Tensor | None = None
@@ -52,6 +54,12 @@ class Layout:
     holes: list[list[int]] | None = None
     next: list[float] | None = None
     places: list[list[float]] | None = None
+    prepared: Prepared | None = None
+
+    def prepare(self, preparation: Preparation, dtype: torch.dtype) -> Self:
+        """The same layout with `prepared`, for tokens of this dtype; for calls whose arguments were checked."""
+        prepared = preparation(self.positions, dtype)
+        return self if prepared is None else replace(self, prepared=prepared)
 
     def pack(self, x: Tensor, dim: int = 1) -> Tensor:
         """Tokens of x along `dim` in the order of this layout."""

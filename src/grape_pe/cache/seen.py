@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attend
+from ..attention.decode import attend_step
 from ..bias import Bias
-from ..encodings.base import Encoded, Encoding
+from ..encodings.base import Encoded, Encoding, Tokens
 from ..encodings.path import PaTH
+from ..encodings.prepared import hooked
+from ..precision import working_dtype
 from .layout import Layout
 from .table import take
 
@@ -20,11 +23,12 @@ from .table import take
 Norms = tuple[nn.Module, nn.Module]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Seen:
     """Encoded queries and all they may see: keys, values, bias and masks for `attend`.
 
-    `rows` (B, T), if not None, puts the results in the packed order of the call.
+    `rows` (B, T), if not None, puts the results in the packed order of the call. `step` marks a prepared call
+    of one token on the CPU, whose tensors are known to fit.
     """
 
     q: Tensor
@@ -33,8 +37,11 @@ class Seen:
     bias: Bias
     masks: dict[str, Any]
     rows: Tensor | None = None
+    step: bool = False
 
     def attend(self, **options: Any) -> Tensor:
+        if self.step and not options.keys() - {"scale"}:
+            return attend_step(self.q, self.k, self.v, self.bias, **options, **self.masks)
         y = attend(self.q, self.k, self.v, bias=self.bias, **self.masks, **options)
         return y if self.rows is None else take(y, self.rows, 2)
 
@@ -67,7 +74,11 @@ def encode(
         k, v, shifted = shift(k, v, x, shift_state, layout.starts)
     if key_norm is not None:
         k = key_norm(k).to(v.dtype)
-    code = encoding(q, k, x=x, v=v, positions=layout.positions, state=state)
+    prepared = layout.prepared
+    if prepared is None or prepared.working != working_dtype(q.dtype) or hooked(encoding):
+        code = encoding(q, k, x=x, v=v, positions=layout.positions, state=state)
+    else:
+        code = encoding.encode(Tokens(q, k, prepared.positions, x, v, prepared.values), state)
     if norm_after is not None:
         code = replace(code, q=norm_after[0](code.q).to(v.dtype), k=norm_after[1](code.k).to(v.dtype))
     return code, v, shifted

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
+from ..encodings.prepared import Preparation
 from .layout import Layout, Tail, arrange
 from .seen import Norms, Seen, check_packing, encode, move_to_end
 from .sequences import Sequences
@@ -67,6 +68,8 @@ class StreamingCache:
             raise ValueError("sinks are the tokens that outlive a window; set window=… as well")
         self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
         self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
+        self.settles = any(isinstance(part, Encoding) and part.settles for part in encoding.modules())
+        self.preparation = Preparation([encoding])
         self.reset()
 
     def reset(self) -> Self:
@@ -115,14 +118,14 @@ class StreamingCache:
                 where the id changes (0 before the first call); it sees only itself, from position 0 on.
             options: of `grape.attend`.
         """
-        layout = self._layout(q, positions, padding, documents)
+        layout = self._layout(q, k, x, positions, padding, documents)
         q, k, v = (layout.pack(t, 2) for t in (q, k, v))
         seen = self.extend(q, k, v, None if x is None else layout.pack(x), layout)
         return layout.unpack(seen.attend(**options), 2)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **where: Tensor) -> Self:
         """Append new tokens only; `where` as for `attend`: positions, padding, documents."""
-        layout = self._layout(q, **where)
+        layout = self._layout(q, k, x, **where)
         q, k, v = (layout.pack(t, 2) for t in (q, k, v))
         self.extend(q, k, v, None if x is None else layout.pack(x), layout)
         return self
@@ -130,15 +133,18 @@ class StreamingCache:
     def _layout(
         self,
         q: Tensor,
+        k: Tensor,
+        x: Tensor | None,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Layout:
+        self.encoding.check(q, k, x)
         given = {"positions": positions, "padding": padding, "documents": documents}
         where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
         layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
         check_packing(self.encoding, layout)
-        return layout
+        return layout.prepare(self.preparation, q.dtype)
 
     def tail(self) -> Tail | None:
         """Where the next call goes on; None for an empty cache."""
@@ -168,12 +174,24 @@ class StreamingCache:
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in columns.values())
         if learns and counts is not None and not fresh:
             raise ValueError("a padded call that continues a cache has no gradients; use torch.no_grad()")
+        if self.settles and not fresh:
+            self._settle(code.bias)
         self._write(columns, states, count, counts)
         self.sequences.append(layout, q.shape[0], count)
         self.carried = carried
         if fresh:
             return Seen(code.q, code.k, v, code.bias, self._masks(count, layout.documents))
-        return self._seen(code, columns if learns else {}, counts)
+        seen = self._seen(code, columns if learns else {}, counts)
+        seen.step = layout.prepared is not None and seen.q.shape[2] == 1 and q.device.type == "cpu"
+        return seen
+
+    @torch.no_grad()
+    def _settle(self, bias: Bias) -> None:
+        """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
+        held = {n.removeprefix("bias."): t for n, t in self.tokens.stored().items() if n.startswith("bias.")}
+        for name, tensor in bias.replaced(held).settled(self.states.length).traces().items():
+            if tensor is not held[name]:
+                held[name].copy_(tensor)
 
     def _columns(
         self, code: Encoded, v: Tensor, shifted: tuple[Tensor, Tensor] | None, layout: Layout

@@ -53,8 +53,7 @@ def run_compare(options: argparse.Namespace) -> int:
     require("plotly", "lab")
     from ..lab.compare import compare
     from ..lab.comparison import load_comparison
-    from ..lab.report import read_results, results_json, table
-    from ..lab.report.verdict import verdict
+    from ..lab.report import read_results, results_json, summary
     from ..lab.written import split_names
 
     if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
@@ -75,12 +74,7 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
-        said = verdict(results)
-        print(f"{table(results)}\n\n{said.headline}")
-        print("".join(f"  {sentence}\n" for sentence in said.details), end="")
-        for note in results.notes:
-            print(f"Note: {note}")
-        print(f"Report: {report}")
+        print(f"{summary(results)}\nReport: {report}")
     return OK
 
 

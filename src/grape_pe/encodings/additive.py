@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -143,23 +143,50 @@ class GatedSlope(SlopeEncoding):
             if direction is not None:
                 nn.init.normal_(direction)
 
+    @property
+    def like(self) -> Hashable:
+        return self.strength.shape, self.v is None, self.u is None
+
+    @classmethod
+    def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
+        """For each: its scale (H, 1, R), and the directions v and u (H, D, R) by which q and k are multiplied."""
+        slopes, strength = (torch.stack([getattr(p, n) for p in parts]) for n in ("slopes", "strength"))
+        scale = slopes.to(working)[..., None, None] * F.softplus(strength.to(working)).unsqueeze(2)
+        sides: list[Sequence[Tensor | None]] = []
+        for name in ("v", "u"):
+            given = [getattr(part, name) for part in parts]
+            sides.append(given if given[0] is None else _units(torch.stack(given), working).unbind())
+        return list(zip(scale.unbind(), *sides, strict=True))
+
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        scale = self.head_slopes(tokens).unsqueeze(-1) * F.softplus(self.strength.to(tokens.working))[:, None]
+        prepared = tokens.prepared_for(self) or self.prepare([self], tokens.positions, tokens.working)[0]
+        scale, v, u = prepared
         rate_q = rate_k = None
-        if self.v is not None:
-            rate_q = (scale * F.softplus(project(tokens.q, self.v))).sum(-1)
-        if self.u is not None:
-            gate = F.softplus(project(tokens.k, self.u)).repeat_interleave(self.shape.group, 1)
-            rate_k = (scale * gate).sum(-1)
+        if v is not None:
+            rate_q = _total(scale * F.softplus(tokens.q.to(v.dtype) @ v))
+        if u is not None:
+            gate = F.softplus(tokens.k.to(u.dtype) @ u)
+            rate_k = _total(
+                scale * (gate if self.shape.group == 1 else gate.repeat_interleave(self.shape.group, 1))
+            )
         return Encoded(tokens.q, tokens.k, self.offsets(tokens, rate_q, rate_k))
+
+
+def _units(direction: Tensor, working: torch.dtype) -> Tensor:
+    """Unit directions (…, R, D) as matrices (…, D, R), divided by sqrt(D)."""
+    unit = F.normalize(direction.to(working), dim=-1) * direction.shape[-1] ** -0.5
+    return unit.transpose(-1, -2)
+
+
+def _total(rates: Tensor) -> Tensor:
+    """The sum over atoms (the last axis)."""
+    return rates.squeeze(-1) if rates.shape[-1] == 1 else rates.sum(-1)
 
 
 def project(x: Tensor, direction: Tensor) -> Tensor:
     """<unit direction, x> / sqrt(D) in at least float32: (B, H, T, D), (H, R, D) -> (B, H, T, R)."""
     working = working_dtype(x.dtype)
-    unit = F.normalize(direction.to(working), dim=-1)
-    product = torch.einsum("bhtd,hrd->bhtr", x.to(working), unit) * x.shape[-1] ** -0.5
-    return product.contiguous()  # else softplus's backward tells torch.compile other strides than it has
+    return x.to(working) @ _units(direction, working)
 
 
 class ShiftSlope(SlopeEncoding):
@@ -218,7 +245,7 @@ class PhaseSlope(SlopeEncoding):
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         assert tokens.x is not None
-        total, _ = self.clock(tokens.x, state)
+        total = self.clock(tokens.x, state)
         term = SlopeTerm(total, total, self.head_slopes(tokens), counts="sum")
         return Encoded(tokens.q, tokens.k, SlopeBias((term,)), total)
 
@@ -241,7 +268,7 @@ class FoX(Encoding):
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         assert tokens.x is not None
-        forgotten, _ = self.clock(tokens.x, state)
+        forgotten = self.clock(tokens.x, state)
         one = torch.ones(1, self.shape.heads, 1, dtype=tokens.working, device=tokens.q.device)
         term = SlopeTerm(forgotten, forgotten, one, counts="sum")
         return Encoded(tokens.q, tokens.k, SlopeBias((term,)), forgotten)

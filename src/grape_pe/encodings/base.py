@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key heads, T new tokens, D features of a he
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,15 +47,23 @@ class HeadShape:
         return self.heads // self.kv_heads
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Tokens:
-    """New tokens, checked: q (B,H,T,D), k (B,Hkv,T,D), positions (B|1, T, coords) in float64."""
+    """New tokens, checked: q (B,H,T,D), k (B,Hkv,T,D), positions (B|1, T, coords) in float64.
+
+    `prepared` has, by encoding, what `Encoding.prepare` made for these tokens.
+    """
 
     q: Tensor
     k: Tensor
     positions: Tensor
     x: Tensor | None = None
     v: Tensor | None = None
+    prepared: Mapping[nn.Module, Any] | None = None
+
+    def prepared_for(self, part: nn.Module) -> Any:
+        """None if nothing was."""
+        return None if self.prepared is None else self.prepared.get(part)
 
     @property
     def working(self) -> torch.dtype:
@@ -63,7 +71,7 @@ class Tokens:
         return working_dtype(self.q.dtype)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Encoded:
     """q and k ready to be scored, the bias to add, and the state for the next tokens."""
 
@@ -122,6 +130,8 @@ class Encoding(FullPrecision, ABC):
     contextual: ClassVar[bool] = False
     #: how many slices of the state the next token reads: the last one, or a few for a convolution
     lookback: int = 1
+    #: a cache rewrites the tensors of older tokens through `Bias.settled`; such an encoding has a state
+    settles: ClassVar[bool] = False
     #: the paper promises b(t, j) <= 0 for j <= t
     nonpositive: ClassVar[bool] = True
 
@@ -145,6 +155,17 @@ class Encoding(FullPrecision, ABC):
     @abstractmethod
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         """What the tokens do on arrival."""
+
+    @property
+    def like(self) -> Hashable | None:
+        """Encodings of one class and shape with the same value are prepared together; None: never prepared."""
+        return None
+
+    @classmethod
+    def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
+        """For each of `parts`, what `encode` may find in `tokens.prepared`: all that depends on parameters and
+        positions only, computed for all of them at once. Called for a few tokens without gradients."""
+        raise NotImplementedError
 
     def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
         """Encoded keys as if at positions smaller by `offset`; a ValueError where no law allows it."""
@@ -180,9 +201,7 @@ class Encoding(FullPrecision, ABC):
                 Default 0 … T-1, for the start of a sequence only.
             state: what the previous call returned; None at the start.
         """
-        self._check_heads(q, k)
-        if self.contextual:
-            self._check_input(x, q)
+        self.check(q, k, x)
         if x is not None and torch.is_autocast_enabled(q.device.type):
             x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
         with without_autocast(q):
@@ -190,6 +209,11 @@ class Encoding(FullPrecision, ABC):
 
     if TYPE_CHECKING:  # nn.Module declares that a call returns Any
         __call__ = forward
+
+    def check(self, q: Tensor, k: Tensor, x: Tensor | None) -> None:
+        """Raise unless shapes and dtypes are those this encoding was built for."""
+        self._check_heads(q, k)
+        self._check_input(x, q)
 
     def _check_heads(self, q: Tensor, k: Tensor) -> None:
         shape = self.shape
@@ -209,7 +233,7 @@ class Encoding(FullPrecision, ABC):
 
     def _check_input(self, x: Tensor | None, q: Tensor) -> None:
         want = (q.shape[0], q.shape[2], self.shape.width)
-        if x is None or x.shape != want:
+        if self.contextual and (x is None or x.shape != want):
             got = "nothing" if x is None else str(tuple(x.shape))
             raise ValueError(
                 f"{type(self).__name__} reads the block's input: expected x of shape {want}, got {got}; "
@@ -298,17 +322,16 @@ class Composite(Encoding):
         for part in self._parts:
             part.reset_parameters()
 
+    def _check_input(self, x: Tensor | None, q: Tensor) -> None:
+        for part in self._parts:
+            part._check_input(x, q)
+
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        states = (None,) * len(self._parts) if state is None else state
-        codes = []
-        for part, part_state in zip(self._parts, states, strict=True):
-            if part.contextual:
-                part._check_input(tokens.x, tokens.q)
-            codes.append(part.encode(tokens, part_state))
-        bias: Bias = sum((code.bias for code in codes[1:]), codes[0].bias)
-        q, k = tokens.q, tokens.k
-        for part, code in zip(self._parts, codes, strict=True):
+        q, k, bias, carried = tokens.q, tokens.k, NO_BIAS, []
+        for i, part in enumerate(self._parts):
+            code = part.encode(tokens, None if state is None else state[i])
             if part.transforms:
                 q, k = code.q, code.k
-        carried = tuple(code.state for code in codes)
-        return Encoded(q, k, bias, carried if any(s is not None for s in carried) else None)
+            bias = code.bias if bias is NO_BIAS else bias + code.bias
+            carried.append(code.state)
+        return Encoded(q, k, bias, tuple(carried) if any(s is not None for s in carried) else None)

@@ -45,17 +45,19 @@ class Clock(nn.Module):
             self.projection.bias.fill_(self.initial_bias)
             self.projection.weight.normal_(0.0, self.weight_std)
 
-    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(sum up to and including each token, sum before each token)."""
+    def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
+        """The sum up to and including each token."""
         z = self.projection(x)
         # contiguous: of a transposed input, softplus's backward tells torch.compile other strides than it has
         steps = STEPS[self.gate](z.to(working_dtype(z.dtype)).transpose(1, 2).contiguous())
-        total = steps.cumsum(-1, dtype=exact_dtype(x.device))
-        start = torch.zeros_like(total[..., :1])
-        if state is not None:
-            start = self._last(state, total)
-            total = total + start
-        return total, torch.cat([start, total[..., :-1]], -1)
+        exact = exact_dtype(x.device)
+        total = steps.to(exact) if x.shape[1] == 1 else steps.cumsum(-1, dtype=exact)
+        return total if state is None else total + self._last(state, total)
+
+    def before(self, total: Tensor, state: Tensor | None) -> Tensor:
+        """The sum before each token, from what `forward` returned."""
+        start = torch.zeros_like(total[..., :1]) if state is None else self._last(state, total)
+        return torch.cat([start, total[..., :-1]], -1)
 
     @staticmethod
     def _last(state: Tensor, total: Tensor) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bias import LINKS, Link, PathBias, ProbeRotation
 from ..groups import PlaneRotation
+from ..groups.rotation import angle_tables, turn_halves
 from ..precision import WideLinear
 from .additive import SlopeEncoding
 from .base import Encoded, HeadShape, State, Tokens
@@ -90,15 +92,32 @@ class PathIntegral(SlopeEncoding):
         key = unit
         if self.rotation != "none":
             turn = self._turn(tokens, probe.shape[-1])
-            key = turn.apply(key)
-            query = turn.apply(query) if self.rotation == "relative" else query
+            key = turn(key)
+            query = turn(query) if self.rotation == "relative" else query
         bias = PathBias(query, key, self.head_slopes(tokens), self.link, self.rotation)
         return Encoded(tokens.q, tokens.k, bias)
 
-    def _turn(self, tokens: Tokens, width: int) -> PlaneRotation:
+    @property
+    def like(self) -> Hashable | None:
+        """The width of the probe, where it turns as halves."""
+        width = self.shape.head_dim
+        if self.projection is not None:
+            width = self.projection.out_features // self.shape.kv_heads
+        return width if self.rotation != "none" and self.source != "v" and width % 2 == 0 else None
+
+    @classmethod
+    def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
+        """cos and sin (B|1, 1, T, P), the same for all."""
+        angle = positions[..., :1].unsqueeze(1).expand(-1, -1, -1, parts[0].like // 2)
+        return [angle_tables(angle, working)] * len(parts)
+
+    def _turn(self, tokens: Tokens, width: int) -> Callable[[Tensor], Tensor]:
         """exp(n J): every plane by one radian a position."""
+        tables = tokens.prepared_for(self)
+        if tables is not None:
+            return lambda probe: turn_halves(probe, *tables)
         angle = tokens.positions[..., :1].unsqueeze(1)
-        return PlaneRotation.from_angle(angle.expand(*angle.shape[:-1], width // 2), tokens.working)
+        return PlaneRotation.from_angle(angle.expand(*angle.shape[:-1], width // 2), tokens.working).apply
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

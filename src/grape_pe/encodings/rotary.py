@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from ..groups import (
     skew_from_pairs,
     unitary_from,
 )
-from ..groups.rotation import Layout
+from ..groups.rotation import Layout, angle_tables, turn_halves
 from ..precision import exact_dtype, ignores_autocast
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .clock import Clock, Gate, softplus_inverse
@@ -108,6 +109,30 @@ class Rotary(RotationEncoding):
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         return self.planes(tokens), None
 
+    @property
+    def like(self) -> Hashable | None:
+        """Prepared where all heads turn alike, as halves."""
+        delta = self.frequencies.delta
+        alike = delta is None or delta.shape[0] == 1
+        halves = self.layout == "half" and self.shape.head_dim % 2 == 0
+        return (self.coords, delta is None) if alike and halves else None
+
+    @classmethod
+    def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
+        """cos and sin (B|1, 1, T, D) of each."""
+        theta = Frequencies.stacked([part.frequencies for part in parts])  # (L, coords, planes)
+        angle = (positions[:, None, None, :, :, None] * theta[None, :, None, None]).sum(-2)
+        cos, sin = angle_tables(angle, working)  # (B|1, L, 1, T, D)
+        return list(zip(cos.unbind(1), sin.unbind(1), strict=True))
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        tables = tokens.prepared_for(self)
+        if tables is None:
+            return super().encode(tokens, state)
+        turned = turn_halves(torch.cat([tokens.q, tokens.k], 1), *tables)
+        q, k = turned.split((self.shape.heads, self.shape.kv_heads), 1)
+        return Encoded(q, k, NO_BIAS)
+
 
 class ContextualRotary(RotationEncoding):
     """GRAPE-M with a contextual phase: angle = Phi_t theta_i, Phi_t the sum of gates before t (Eq. M10).
@@ -143,8 +168,8 @@ class ContextualRotary(RotationEncoding):
 
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         assert tokens.x is not None
-        total, before = self.clock(tokens.x, state)
-        angle = (before.unsqueeze(-1) * self.frequencies()[:, 0]).unsqueeze(2)
+        total = self.clock(tokens.x, state)
+        angle = (self.clock.before(total, state).unsqueeze(-1) * self.frequencies()[:, 0]).unsqueeze(2)
         return PlaneRotation.from_angle(angle, tokens.q.dtype, self.layout), total
 
 
@@ -178,6 +203,10 @@ class BasisRotary(Rotary):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         nn.init.zeros_(self.weight)
+
+    @property
+    def like(self) -> None:
+        return None
 
     def basis(self) -> Tensor:
         """(Hkv|1, D, D)."""

@@ -127,6 +127,19 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     return out
 
 
+def angle_tables(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin (..., D) for `turn_halves`, of angles (..., D/2) in float64."""
+    angle = reduce_angle(angle, dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the planes (x[i], x[i + D/2]) in three operations (Eq. M3); for `angle_tables`, without gradients."""
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class PlaneRotation:
     """An element of the torus: one angle a plane, (..., m). Commutes with every other."""

@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..encodings import Encoding, build
+from ..encodings.prepared import Preparation
 from .adapted_attention import (
     IMPLEMENTATION,
     Adapted,
@@ -63,6 +64,7 @@ class AdaptedBase(AdaptedModel):
     attention: ClassVar[type[Adapted]]
     mask: ClassVar[Any] = None  # for the stock model, which would make one of T x T
     encoding: Encoding | None  # one for all layers
+    preparation: Preparation
     layers: nn.ModuleList
 
     def __init__(self, config: Any) -> None:
@@ -86,7 +88,9 @@ class AdaptedBase(AdaptedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         cache = cache_for(self, past_key_values, use_cache)
         layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
-        kwargs["layout"] = make_layout(tokens, attention_mask, position_ids, layers)
+        layout = make_layout(tokens, attention_mask, position_ids, layers)
+        if layers is not None:
+            layout = layout.prepare(self.preparation, self.embed_tokens.weight.dtype)
         return super().forward(
             input_ids=input_ids,
             attention_mask=self.mask,
@@ -95,6 +99,8 @@ class AdaptedBase(AdaptedModel):
             inputs_embeds=inputs_embeds,
             use_cache=cache is not None,
             shared_encoding=self.encoding,
+            layout=layout,
+            cache_layers=layers,
             **kwargs,
         )
 
@@ -175,6 +181,7 @@ def rope_frequencies(rotary: Any, config: AdaptedConfig) -> list[float]:
 def install(model: Any, encodings: list[Encoding]) -> None:
     """Give the layers of `model`, already of its adapted class, our attention and the encodings."""
     shared = model.config.shared_encoding
+    model.preparation = Preparation(encodings)
     model.encoding = encodings[0] if shared else None
     for i, layer in enumerate(model.layers):
         attention = layer.self_attn

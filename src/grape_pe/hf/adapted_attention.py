@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
@@ -15,7 +15,6 @@ from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
 from ..layers.attention import dense_weights, see
 from .adapted_config import IMPLEMENTATION
-from .cache import layer_of
 
 
 class Adapted(nn.Module):
@@ -26,8 +25,9 @@ class Adapted(nn.Module):
     config: Any
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[operator,arg-type]
+            proj(x).view(shape).transpose(1, 2)  # type: ignore[operator]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         return q, k, v
@@ -38,15 +38,15 @@ class Adapted(nn.Module):
         *,
         layout: Layout,
         shared_encoding: Encoding | None = None,
-        past_key_values: Cache | None = None,
+        cache_layers: Sequence[Any] | None = None,
         output_attentions: bool = False,
-        **kwargs: Any,  # the stock model's own mask, positions and rotary embeddings
+        **kwargs: Any,  # the stock model's own mask, cache, positions and rotary embeddings
     ) -> tuple[Tensor, Tensor | None]:
         x, encoding = layout.pack(hidden_states), shared_encoding if self.encoding is None else self.encoding
         assert encoding is not None
         cache = None
-        if past_key_values is not None:
-            layer = layer_of(past_key_values, self.layer_idx)  # type: ignore[arg-type]
+        if cache_layers is not None:
+            layer = cache_layers[self.layer_idx]  # type: ignore[index]
             cache = layer.open(StreamingCache, encoding, self.config.rollback)
         seen = see(*self.project(x), x, layout, encoding, cache)
         y = self.o_proj(seen.attend(scale=self.scale).transpose(1, 2).flatten(2))  # type: ignore[operator]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +36,23 @@ class Faded(Encoding):
     def breaks_relative_law(self) -> str | None:
         return self.part.breaks_relative_law
 
+    @property
+    def like(self) -> Hashable:
+        return "amplitude"
+
+    @classmethod
+    def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
+        """Amplitudes (1, H, 1), none below 0."""
+        amplitudes = torch.stack([part.amplitude for part in parts]).to(working)
+        return amplitudes.clamp_(min=0.0)[:, None, :, None].unbind()
+
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         code = self.part.encode(tokens, state)
-        a = self.amplitude.to(tokens.working)
-        amplitude = a + (a.clamp(min=0.0) - a).detach()
-        return Encoded(code.q, code.k, faded(code.bias, amplitude.view(1, -1, 1)), code.state)
+        amplitude = tokens.prepared_for(self)
+        if amplitude is None:
+            a = self.amplitude.to(tokens.working)
+            amplitude = (a + (a.clamp(min=0.0) - a).detach()).view(1, -1, 1)
+        return Encoded(code.q, code.k, faded(code.bias, amplitude), code.state)
 
 
 def faded(bias: Bias, amplitude: Tensor) -> Bias:
@@ -56,7 +70,7 @@ def faded(bias: Bias, amplitude: Tensor) -> Bias:
 
 def _faded_term(term: SlopeTerm, amplitude: Tensor) -> SlopeTerm:
     rate_q, rate_k = (None if rate is None else rate * amplitude for rate in (term.rate_q, term.rate_k))
-    return replace(term, rate_q=rate_q, rate_k=rate_k)
+    return SlopeTerm(term.c_q, term.c_k, rate_q, rate_k, term.counts)
 
 
 def fade_in(encoding: Encoding) -> Encoding:

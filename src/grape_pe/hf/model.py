@@ -15,13 +15,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ..cache import Layout, arrange
 from ..encodings import Encoding
+from ..encodings.prepared import Preparation
 from ..layers import KVShift, RMSNorm
 from ..layers.arguments import check_layers
 from ..models.blocks import EMBEDDING_STD, Block
 from ..models.loss import cross_entropy
-from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
+from .cache import GrapeDynamicLayer, layer_of
 from .config import GrapeConfig
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
+from .static_layer import GrapeStaticLayer, static_layout
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
@@ -60,6 +62,7 @@ class GrapeModel(GrapePreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.encoding = decoder.build_encoding() if decoder.shared_encoding else None
         self.gradient_checkpointing = False
+        self.preparation = Preparation([self.encoding_of(i) for i in range(decoder.layers)])
         self._keep_in_fp32_modules_strict = full_precision_names(self)
         self.post_init()
 
@@ -84,8 +87,10 @@ class GrapeModel(GrapePreTrainedModel):
         cache = cache_for(self, past_key_values, use_cache)
         layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
         layout = make_layout(x, attention_mask, position_ids, layers)
+        if layers is not None:
+            layout = layout.prepare(self.preparation, x.dtype)
         streams = [each.stream for each in layers or () if each.stream is not None]
-        check_layers([self.encoding_of(i) for i in range(len(self.layers))], layout, streams)
+        check_layers(self.preparation.encodings, layout, streams)
         weights = self.config.output_attentions if output_attentions is None else output_attentions
         every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         x, states, attentions = self._blocks(x, layout, layers, bool(weights))
@@ -134,13 +139,16 @@ def make_layout(x: Tensor, mask: Tensor | None, positions: Tensor | None, layers
         )
     if mask is None and positions is None and layers is None:
         return Layout()
+    padding = None if mask is None else mask[:, mask.shape[1] - count :] == 0
+    if layers and isinstance(layers[0], GrapeStaticLayer):
+        return static_layout(layers, x, positions, padding)
     stream = layers[0].stream if layers else None
     return arrange(
         batch,
         count,
         x.device,
         positions=positions,
-        padding=None if mask is None else mask[:, mask.shape[1] - count :] == 0,
+        padding=padding,
         tail=None if stream is None else stream.tail(),
     )
 

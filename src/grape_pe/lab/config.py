@@ -57,6 +57,8 @@ class ModelSection(Section):
         True,
         description="learned RMSNorm of queries and keys; after: after the rotation, as the authors' code has it",
     )
+    output_norm: bool = Field(False, description="RMSNorm of each head's attention output")
+    output_gate: bool = Field(False, description="multiply the attention output by sigmoid(W x)")
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = Field(True, description="one matrix for embedding and head")
 

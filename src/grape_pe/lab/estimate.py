@@ -66,7 +66,9 @@ def _of_encodings(model: Decoder) -> int:
 def flops_per_token(config: DecoderConfig, sequence: int) -> float:
     """Of a training step: 6 for each weight that multiplies, and causal attention over half the sequence."""
     heads = config.head_dim * config.heads
-    matrices = config.width * (2 * heads + 2 * config.kv_heads * config.head_dim + 3 * config.hidden)
+    matrices = config.width * (
+        (3 if config.output_gate else 2) * heads + 2 * config.kv_heads * config.head_dim + 3 * config.hidden
+    )
     weights = config.layers * matrices + config.vocab_size * config.width
     return 6.0 * weights + 6.0 * config.layers * heads * sequence
 

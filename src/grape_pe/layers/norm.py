@@ -17,6 +17,8 @@ class RMSNorm(nn.RMSNorm):
         eps = self.eps
         assert eps is not None and isinstance(self.weight, Tensor)
         full = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
+        if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.normalized_shape, self.weight, eps)
         if full and x.device.type == "cpu" and not torch.compiler.is_compiling():
             return _Normed.apply(x, self.weight, eps)  # type: ignore[no-any-return,no-untyped-call]
         return F.rms_norm(x, self.normalized_shape, self.weight, eps)

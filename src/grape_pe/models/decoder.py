@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
+from ..encodings.prepared import Preparation
 from ..layers import Attention, RMSNorm
 from ..layers.arguments import call_layout, check_layers
 from .blocks import EMBEDDING_STD, Block
@@ -58,6 +59,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.encoding = config.build_encoding() if config.shared_encoding else None
+        self.preparation = Preparation(self.encodings())
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.embed_tokens.weight, std=EMBEDDING_STD)
@@ -157,7 +159,9 @@ class Decoder(nn.Module):
         """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
         first = None if cache is None else cache.layers[0]
         layout = call_layout(tokens, self.model.encoding_of(0), positions, documents, padding, first)
-        check_layers(self.model.encodings(), layout, [] if cache is None else cache.layers)
+        if cache is not None:
+            layout = layout.prepare(self.model.preparation, self.model.embed_tokens.weight.dtype)
+        check_layers(self.model.preparation.encodings, layout, [] if cache is None else cache.layers)
         checkpointing = self.gradient_checkpointing and self.training and cache is None
         return self.model(tokens, layout, cache, checkpointing)  # type: ignore[no-any-return]
 

@@ -37,8 +37,8 @@ LINK = (["-shared", "tiles.o", "-o", "shared.so"], ["-shared", "tiles.o", "-fope
 _SIZES = "B H KV HP Tq Tk D Dv R P causal window sinks bounded threads splits"
 _STRIDES = "cq_stride ck_stride rq_stride rk_stride"
 _POINTERS = (
-    "q k v c_q c_k rate_q rate_k probe_q probe_k path_rate documents padding out lse norms work "
-    "key_norm slope_range d_out d_lse d_q d_k d_v d_cq d_ck d_rate_q d_rate_k d_probe_q d_probe_k d_path_rate"
+    "q k v c_q c_k rate_q rate_k probe_q probe_k path_rate documents key_padding out lse norms work "
+    "key_norm slope_range d_out d_lse d_q d_k d_v d_c_q d_c_k d_rate_q d_rate_k d_probe_q d_probe_k d_path_rate"
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,8 @@ from . import build
 from .build import TILE
 
 Arrays = dict[str, Tensor | None]
-SIDES = {"c_q": "cq_stride", "c_k": "ck_stride", "rate_q": "rq_stride", "rate_k": "rk_stride"}
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+STRIDED = ("c_q", "c_k", "rate_q", "rate_k")  # read with any strides
 
 
 def available() -> bool:
@@ -46,36 +45,31 @@ def attend_cpu(
 
 def prepared(p: AttentionProblem) -> AttentionProblem:
     """The problem as tiles.cpp reads it, made once for both passes: float32, contiguous, int64 ids."""
-    names = ("q", "k", "v", "probe_q", "probe_k", "path_rate", "documents", "key_padding")
-    given = {name: x for name in names if (x := getattr(p, name)) is not None}
-    for name in ("q", "k", "v"):
-        given[name] = given[name].float()
+    p.q, p.k, p.v = p.q.float().contiguous(), p.k.float().contiguous(), p.v.float().contiguous()
+    if p.probe_q is not None and p.probe_k is not None:
+        p.probe_q, p.probe_k = p.probe_q.contiguous(), p.probe_k.contiguous()
     if p.documents is not None:
-        given["documents"] = p.documents.long()
-    return replace(p, key_bound=None, **{name: x.contiguous() for name, x in given.items()})
+        p.documents = p.documents.long().contiguous()
+    if p.key_padding is not None:
+        p.key_padding = p.key_padding.contiguous()
+    p.key_bound = None
+    return p
 
 
 def allocate(p: AttentionProblem) -> list[Tensor]:
-    """norms (B,H,Tq,2), longest key (B,Hkv,tiles) and, for pruning, the ranges of c and rate_k by tile."""
-    tiles = -(-p.k.shape[2] // TILE)
-    terms = 0 if p.c_k is None or p.prune == OFF else p.c_k.shape[0]
-    norms = p.q.new_empty((*p.q.shape[:3], 2))
-    key_norm = p.q.new_empty((*p.k.shape[:2], tiles), dtype=torch.float64)
-    return [norms, key_norm, p.q.new_zeros((terms, *p.q.shape[:2], tiles, 4), dtype=torch.float64)]
+    """norms, key_norm, slope_range (empty without pruning)."""
+    layout = _results(p)
+    norms, key_norm = (p.q.new_empty(layout[x][1], dtype=layout[x][0]) for x in ("norms", "key_norm"))
+    return [norms, key_norm, p.q.new_zeros(layout["slope_range"][1], dtype=torch.float64)]
 
 
 def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    norms, *bounds = allocate(p)
-    saved = [
-        norms,
-        *(bound.zero_() for bound in bounds),
-    ]  # not every call fills them, and the op returns them
-    out = p.q.new_empty((*p.q.shape[:3], p.v.shape[-1]))
-    lse, work = p.q.new_empty(p.q.shape[:3]), p.q.new_zeros((*p.q.shape[:2], 2), dtype=torch.int64)
+    saved = allocate(p)
+    out, lse = p.q.new_empty((*p.q.shape[:3], p.v.shape[-1])), p.q.new_empty(p.q.shape[:3])
+    work = p.q.new_zeros((*p.q.shape[:2], 2), dtype=torch.int64)
     if p.empty:
-        return out.zero_(), lse.fill_(float("-inf")), work, saved
-    results: Arrays = {"out": out, "lse": lse, "work": work, **_named(saved)}
-    _call("grape_forward", p, results, 1)
+        return out.zero_(), lse.fill_(float("-inf")), work, [x.zero_() for x in saved]
+    _call("grape_forward", p, {"out": out, "lse": lse, "work": work, **_named(saved)}, 1)
     return out, lse, work, saved
 
 
@@ -86,112 +80,115 @@ def backward(
     d_lse: Tensor | None,
     results: list[Tensor],
 ) -> dict[str, Tensor]:
-    out, _, work, *saved = results
+    out, lse, work, *saved = results
     if p.empty:
         return {name: torch.zeros_like(getattr(p, name)) for name in wanted}
+    given: Arrays = {"out": out, "lse": lse, "work": work, **_named(saved), "d_out": d_out.contiguous()}
+    given["d_lse"] = None if d_lse is None else d_lse.contiguous()
+    _check(given, _results(p))
     blocks, jobs = -(-p.q.shape[2] // TILE), p.q.shape[0] * p.k.shape[1]
     threads = torch.get_num_threads()
     splits = 1 if threads == 1 else max(1, min(blocks, -(-2 * threads // jobs)))
     grads = _gradients(p, wanted, splits)
-    given: Arrays = {"out": out, "work": work, **_named(saved), "d_out": d_out.contiguous()}
-    given["d_lse"] = None if d_lse is None else d_lse.contiguous()
     _call("grape_backward", p, {**given, **grads}, splits)
-    return _collected(p, wanted, grads)
+    return {name: _collected(name, getattr(p, name), grads["d_" + name]) for name in wanted}
 
 
 def _named(saved: list[Tensor]) -> Arrays:
     norms, key_norm, ranges = saved
-    return {"norms": norms, "key_norm": key_norm, "slope_range": ranges if ranges.numel() else None}
+    return {"norms": norms, "key_norm": key_norm, "slope_range": ranges}
 
 
 def _gradients(p: AttentionProblem, wanted: list[str], splits: int) -> dict[str, Tensor]:
     """Arrays the backward fills (queries) or adds to (keys), the latter once for each split."""
-    batch, heads, keys = p.q.shape[0], p.q.shape[1], p.k.shape[2]
     grads = {
         "d_q": torch.empty_like(p.q),
         "d_k": p.k.new_zeros((splits, *p.k.shape)),
         "d_v": p.v.new_zeros((splits, *p.v.shape)),
     }
     if p.c_q is not None and p.c_k is not None:
-        for name, needed in (("c", {"c_q", "c_k"}), ("rate_", {"rate_q", "rate_k"})):
-            if needed & set(wanted):
-                grads[f"d_{name}q"] = p.c_q.new_empty(p.c_q.shape)
-                grads[f"d_{name}k"] = p.c_k.new_zeros((splits, *p.c_k.shape))
-    if p.probe_q is not None and {"probe_q", "probe_k", "path_rate"} & set(wanted):
-        width = p.probe_q.shape[-1]
-        grads["d_probe_q"] = p.q.new_empty((*p.q.shape[:3], width))
+        for name in ("c", "rate"):
+            if f"{name}_q" in wanted or f"{name}_k" in wanted:
+                grads[f"d_{name}_q"] = p.c_q.new_empty(p.c_q.shape)
+                grads[f"d_{name}_k"] = p.c_k.new_zeros((splits, *p.c_k.shape))
+    if p.probe_q is not None and not {"probe_q", "probe_k", "path_rate"}.isdisjoint(wanted):
+        (batch, heads, queries), keys, width = p.q.shape[:3], p.k.shape[2], p.probe_q.shape[-1]
+        grads["d_probe_q"] = p.q.new_empty((batch, heads, queries, width))
         grads["d_probe_k"] = p.q.new_zeros((splits, batch, heads, keys, width))
         grads["d_path_rate"] = p.q.new_zeros((splits, batch, heads), dtype=torch.float64)
     return grads
 
 
-def _collected(p: AttentionProblem, wanted: list[str], grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over splits and over the heads that share a probe, in the dtype of each field."""
-    found = {}
-    for name in wanted:
-        field: Tensor = getattr(p, name)
-        grad = grads["d_" + name.replace("c_", "c")]
-        if not name.endswith("_q") and name != "q":
-            grad = grad.sum(0) if grad.shape[0] > 1 else grad[0]
-        if name == "path_rate":
-            grad = grad.sum(0)
-        if name.startswith("probe") and grad.shape[1] != field.shape[1]:
-            grad = grad.unflatten(1, (field.shape[1], -1)).sum(2)
-        found[name] = grad.to(field.dtype)
-    return found
+def _collected(name: str, field: Tensor, grad: Tensor) -> Tensor:
+    """Sums over splits and over the heads that share a probe, in the dtype of the field."""
+    if not name.endswith("q"):
+        grad = grad.sum(0) if grad.shape[0] > 1 else grad[0]
+    if name == "path_rate":
+        grad = grad.sum(0)
+    if name.startswith("probe") and grad.shape[1] != field.shape[1]:
+        grad = grad.unflatten(1, (field.shape[1], -1)).sum(2)
+    return grad.to(field.dtype)
 
 
-def _call(function: str, p: AttentionProblem, results: Arrays, splits: int) -> None:
+def _call(function: str, p: AttentionProblem, arrays: Arrays, splits: int) -> None:
     (batch, heads, queries, width), (kv_heads, keys) = p.q.shape, p.k.shape[1:3]
     terms = 0 if p.c_q is None else p.c_q.shape[0]
     probe_heads, features = (0, 0) if p.probe_q is None else (p.probe_q.shape[1], p.probe_q.shape[3])
     tau = pruning.tau(p).item() if pruning.worthwhile(p, TILE) else OFF
+    sides = {"c_q": p.c_q, "c_k": p.c_k, "rate_q": p.rate_q, "rate_k": p.rate_k}
+    inputs: Arrays = {"q": p.q, "k": p.k, "v": p.v, **sides, "probe_q": p.probe_q, "probe_k": p.probe_k}
+    inputs |= {"path_rate": p.path_rate, "documents": p.documents, "key_padding": p.key_padding}
+    _check(inputs, _inputs(p))
     problem = build.Problem(
-        B=batch, H=heads, KV=kv_heads, HP=probe_heads, Tq=queries, Tk=keys, D=width, Dv=p.v.shape[-1],
-        R=terms, P=features, causal=p.causal, window=min(p.window, queries + keys), sinks=p.sinks,
-        bounded=p.bounded, threads=torch.get_num_threads(), splits=splits, scale=p.scale, tau=tau,
+        batch, heads, kv_heads, probe_heads, queries, keys, width, p.v.shape[-1], terms, features,
+        p.causal, min(p.window, queries + keys), p.sinks, p.bounded, torch.get_num_threads(), splits,
+        *((0,) * 4 if x is None else x.stride() for x in sides.values()), p.scale, tau,
     )  # fmt: skip
-    arrays: Arrays = {name: getattr(p, name) for name in ("q", "k", "v", "probe_q", "probe_k", "path_rate")}
-    arrays |= {name: getattr(p, name) for name in SIDES}
-    arrays |= {"documents": p.documents, "padding": p.key_padding, **results}
-    shapes = _shapes(problem)
-    for name, x in arrays.items():
+    for name, x in (inputs | arrays).items():
         if x is not None:
-            _check(name, x, *shapes[name], strided=name in SIDES)
             setattr(problem, name, x.data_ptr())
-            if name in SIDES:
-                setattr(problem, SIDES[name], x.stride())
     build.run(function, problem)
 
 
-def _shapes(p: build.Problem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of every array of `Problem`, as tiles.cpp indexes them."""
+def _inputs(p: AttentionProblem) -> Layout:
+    """Dtype and shape of the arrays of a problem, as tiles.cpp indexes them."""
     f, d = torch.float32, torch.float64
-    rows, keys, tiles = (p.B, p.H, p.Tq), (p.B, p.H, p.Tk), -(-p.Tk // TILE)
-    q, k, v = (*rows, p.D), (p.B, p.KV, p.Tk, p.D), (p.B, p.KV, p.Tk, p.Dv)
-    of_rows, of_keys, by_split = (p.R, *rows), (p.R, *keys), (p.splits, p.R, *keys)
+    (batch, heads, queries, _), (_, kv_heads, keys, width) = p.q.shape, p.k.shape
+    layout: Layout = {"q": (f, (batch, heads, queries, width)), "k": (f, (batch, kv_heads, keys, width))}
+    layout["v"] = (f, (batch, kv_heads, keys, p.v.shape[-1]))
+    layout["documents"], layout["key_padding"] = (torch.int64, (batch, keys)), (torch.bool, (batch, keys))
+    if p.c_q is not None:
+        of_rows, of_keys = (p.c_q.shape[0], batch, heads, queries), (p.c_q.shape[0], batch, heads, keys)
+        layout |= {"c_q": (d, of_rows), "c_k": (d, of_keys), "rate_q": (f, of_rows), "rate_k": (f, of_keys)}
+    if p.probe_q is not None:
+        _, probes, _, features = p.probe_q.shape
+        layout["path_rate"], layout["probe_q"] = (f, (heads,)), (f, (batch, probes, queries, features))
+        layout["probe_k"] = (f, (batch, probes, keys, features))
+    return layout
+
+
+def _results(p: AttentionProblem) -> Layout:
+    """The same of what the forward leaves to the backward, and of the gradients that come back."""
+    (batch, heads, queries, _), (_, kv_heads, keys, _) = p.q.shape, p.k.shape
+    tiles, terms = -(-keys // TILE), 0 if p.c_k is None or p.prune == OFF else p.c_k.shape[0]
+    f, d, rows = torch.float32, torch.float64, (batch, heads, queries)
+    out = (f, (*rows, p.v.shape[-1]))
     return {
-        "q": (f, q), "k": (f, k), "v": (f, v),
-        "c_q": (d, of_rows), "c_k": (d, of_keys), "rate_q": (f, of_rows), "rate_k": (f, of_keys),
-        "probe_q": (f, (p.B, p.HP, p.Tq, p.P)), "probe_k": (f, (p.B, p.HP, p.Tk, p.P)),
-        "path_rate": (f, (p.H,)),
-        "documents": (torch.int64, (p.B, p.Tk)), "padding": (torch.bool, (p.B, p.Tk)),
-        "out": (f, (*rows, p.Dv)), "lse": (f, rows), "norms": (f, (*rows, 2)),
-        "work": (torch.int64, (p.B, p.H, 2)), "key_norm": (d, (p.B, p.KV, tiles)),
-        "slope_range": (d, (p.R, p.B, p.H, tiles, 4)),
-        "d_out": (f, (*rows, p.Dv)), "d_lse": (f, rows),
-        "d_q": (f, q), "d_k": (f, (p.splits, *k)), "d_v": (f, (p.splits, *v)),
-        "d_cq": (d, of_rows), "d_ck": (d, by_split), "d_rate_q": (d, of_rows), "d_rate_k": (d, by_split),
-        "d_probe_q": (f, (*rows, p.P)), "d_probe_k": (f, (p.splits, *keys, p.P)),
-        "d_path_rate": (d, (p.splits, p.B, p.H)),
+        "out": out, "lse": (f, rows), "work": (torch.int64, (batch, heads, 2)), "norms": (f, (*rows, 2)),
+        "key_norm": (d, (batch, kv_heads, tiles)), "slope_range": (d, (terms, batch, heads, tiles, 4)),
+        "d_out": out, "d_lse": (f, rows),
     }  # fmt: skip
 
 
-def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], strided: bool) -> None:
+def _check(arrays: Arrays, layout: Layout) -> None:
     """The kernel reads addresses: whatever is not exactly as it expects must not reach it."""
-    if x.dtype != dtype or x.shape != shape or x.device.type != "cpu" or not (strided or x.is_contiguous()):
-        layout = "" if strided else "contiguous "
-        raise ValueError(
-            f"the CPU attention kernel reads {name} as {layout}{dtype} of shape {shape}, got {x.dtype} of "
-            f"shape {tuple(x.shape)} and strides {x.stride()} on {x.device}"
-        )
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        dtype, shape = layout[name]
+        strided = name in STRIDED
+        if x.dtype != dtype or x.shape != shape or not x.is_cpu or not (strided or x.is_contiguous()):
+            raise ValueError(
+                f"the CPU attention kernel reads {name} as {'' if strided else 'contiguous '}{dtype} of shape "
+                f"{shape}, got {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} on {x.device}"
+            )
