@@ -132,6 +132,30 @@ def test_arms_are_written_with_their_options():
     assert same.slopes.tolist() == pytest.approx([0.69] * 4)  # the same slope in every head
 
 
+def test_arms_have_encodings_by_layer(corpus, tmp_path):
+    arm = Arm.parse("[grape-m@w16,grape-a-qk]+kv")
+    assert arm.encoding == ["grape-m@w16", "grape-a-qk"] and arm.kv_shift
+    assert arm == Arm(encoding=["grape-m@w16", "grape-a-qk"], kv_shift=True)
+    assert split_names("rope,[grape-m@w16,grape-a-qk]") == ["rope", "[grape-m@w16,grape-a-qk]"]
+    mixed = {"label": "mixed", "encoding": ["rope", "alibi"], "model": {"window": [8, None]}}
+    comparison = tiny(corpus, arms=["[rope@w16,fox]", mixed], settings={"model.layers": 2})
+    config = next(iter(jobs(comparison))).config(comparison).model.decoder(64)
+    assert [(each.encoding, each.window) for each in config.by_layer] == [("rope", 16), ("fox", None)]
+    compare(comparison, tmp_path / "out", quiet=True)
+    assert [label for label, *_ in losses(tmp_path / "out")] == ["[rope@w16,fox]", "mixed"]
+    assert "[rope@w16,fox]" in table(read_results([tmp_path / "out"]))
+
+
+def test_a_comparison_prints_its_note_and_shipped_results(corpus, tmp_path, monkeypatch, capsys):
+    shipped = Path(__file__).parent.parent / "docs" / "assets" / "results-small.jsonl"
+    monkeypatch.setattr("grape_pe.lab.config.shipped_evidence", lambda name: shipped)
+    settings = [x for key, value in {**TINY, "data.source": corpus}.items() for x in (f"--{key}", str(value))]
+    assert main(["compare", "demo", "--encodings", "rope", "--out", str(tmp_path / "out"), *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "How little this shows" in printed
+    assert "Shipped results of grape compare small" in printed and "grape-a-qk" in printed
+
+
 def test_arms_in_files_set_more_than_the_encoding(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "name: mine\nrecipe: demo\narms: [rope, {label: slow, encoding: fox, options: {forget_bias: 4}, "

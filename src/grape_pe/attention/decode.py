@@ -44,7 +44,9 @@ def attend_decode(
         total = k.shape[1] * k.shape[2]
         count(total if first is None else total - sum(first), total)
         out = _attend_rows(q, k, v, rows, scale, first)
-        if looks and not out.abs().amax(-1).amin().item() > 0:  # NaN; or zeros, torch's result for a row of NaNs
+        if (
+            looks and not out.abs().amax(-1).amin().item() > 0
+        ):  # NaN; or zeros, torch's result for a row of NaNs
             out = _attend_not_finite(q, k, v, rows, visible, scale)
     return (out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)), None
 

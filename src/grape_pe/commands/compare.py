@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..extras import require
 from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 from .train import add_settings
+
+if TYPE_CHECKING:
+    from ..lab.comparison import Comparison
 
 PROBE = "probe."
 Number = TypeVar("Number", int, float)
@@ -75,7 +78,20 @@ def run_compare(options: argparse.Namespace) -> int:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
         print(f"{summary(results)}\nReport: {report}")
+        print(*_beside(comparison), sep="", end="")
     return OK
+
+
+def _beside(comparison: Comparison) -> Iterator[str]:
+    """What a comparison says about itself, and shipped results of a longer one."""
+    from ..lab.config import shipped_evidence
+    from ..lab.report import read_results, summary
+
+    if comparison.note:
+        yield f"\n{comparison.note.strip()}\n"
+    shipped = shipped_evidence(comparison.evidence) if comparison.evidence else None
+    if shipped is not None:
+        yield f"\nShipped results of grape compare {comparison.evidence}:\n\n{summary(read_results([shipped]))}\n"
 
 
 def _rates(text: str | None) -> list[float] | None:

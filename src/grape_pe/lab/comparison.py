@@ -51,6 +51,8 @@ class Comparison(Section):
     probe: RunConfig
     task_samples: Positive = Field(64, description="examples of each length and split")
     task_factors: list[Positive] = Field(list(FACTORS), description="test lengths, in training lengths")
+    note: str = Field("", description="printed below the results")
+    evidence: str = Field("", description="shipped results that are printed below these")
 
     def check(self) -> None:
         """Refuse an unknown encoding, task or setting before anything is trained."""
@@ -227,7 +229,7 @@ def _read(path: Path) -> _Before:
 
 def _joined(root: Path, before: _Before, new: Comparison, threads: int) -> Comparison:
     old = before.comparison
-    fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name"}
+    fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name", "note", "evidence"}
     changed = [name for name in sorted(fixed) if getattr(old, name) != getattr(new, name)]
     if before.threads != threads:
         changed.append(f"threads a run ({before.threads} -> {threads}; see --jobs)")
