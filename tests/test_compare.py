@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from grape_pe.cli import main
-from grape_pe.lab.arm_run import run_job
-from grape_pe.lab.arms import Arm
-from grape_pe.lab.compare import compare
-from grape_pe.lab.comparison import jobs, join_directory, load_comparison
+from grape_pe.lab.compare.arms import Arm
+from grape_pe.lab.compare.comparison import jobs, join_directory, load_comparison
+from grape_pe.lab.compare.job import run_job
+from grape_pe.lab.compare.run import compare
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.optimization import initialise
 from grape_pe.lab.report import read_results, table
+from grape_pe.lab.train.optimization import initialise
 from grape_pe.lab.written import split_names
 from grape_pe.models import Decoder
 
@@ -215,7 +215,7 @@ def test_settings_of_probes_on_the_command_line(tmp_path, monkeypatch, capsys):
         told.append(comparison)
         raise LabError("enough")
 
-    monkeypatch.setattr("grape_pe.lab.compare.compare", caught)
+    monkeypatch.setattr("grape_pe.lab.compare.run.compare", caught)
     out = ["--out", str(tmp_path / "out")]
     assert main(["compare", "flip-flop", "--train.steps", "10000", *out]) == 2
     assert main(["compare", "demo", "--tasks", "copy", "--probe.train.steps", "300", *out]) == 2
@@ -234,7 +234,7 @@ def test_a_second_comparison_in_one_directory_waits_its_turn(corpus, tmp_path, c
 
 
 def locked_directory(path: Path):
-    from grape_pe.lab.run_directory import locked
+    from grape_pe.lab.train.run_directory import locked
 
     path.mkdir()
     return locked(path)
@@ -244,12 +244,12 @@ def test_the_evaluation_runs_where_the_model_trains(monkeypatch, tmp_path):
     """The model goes to the device of the process; here one that computes nothing."""
     model = Decoder(load("demo").model.decoder(64))
     seen = []
-    monkeypatch.setattr("grape_pe.lab.arm_run.train", lambda *_args, **_more: SimpleNamespace(signal=0))
-    monkeypatch.setattr("grape_pe.lab.arm_run.load_model", lambda _: model)
-    monkeypatch.setattr("grape_pe.lab.arm_run.default_device", lambda: torch.device("meta"))
-    monkeypatch.setattr("grape_pe.lab.arm_run._write", lambda *_: None)
+    monkeypatch.setattr("grape_pe.lab.compare.job.train", lambda *_args, **_more: SimpleNamespace(signal=0))
+    monkeypatch.setattr("grape_pe.lab.compare.job.load_model", lambda _: model)
+    monkeypatch.setattr("grape_pe.lab.compare.job.default_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("grape_pe.lab.compare.job._write", lambda *_: None)
     kept = lambda _job, _comparison, model: seen.append(model.head.device.type) or {}  # noqa: E731
-    monkeypatch.setattr("grape_pe.lab.arm_run._task_scores", kept)
+    monkeypatch.setattr("grape_pe.lab.compare.job._task_scores", kept)
     comparison = load_comparison("flip-flop")
     assert run_job(next(iter(jobs(comparison))), comparison, tmp_path) == 0
     assert seen == ["meta"]

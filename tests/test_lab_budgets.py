@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grape_pe.lab.budgets import branches
-from grape_pe.lab.compare import compare
-from grape_pe.lab.comparison import Comparison, jobs, load_comparison, trials
+from grape_pe.lab.compare.budgets import branches
+from grape_pe.lab.compare.comparison import Comparison, jobs, load_comparison, trials
+from grape_pe.lab.compare.run import compare
 from grape_pe.lab.config import flat
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.optimization import learning_rate
-from grape_pe.lab.run_directory import read_metrics
-from grape_pe.lab.trainer import train
+from grape_pe.lab.train.optimization import learning_rate
+from grape_pe.lab.train.run_directory import read_metrics
+from grape_pe.lab.train.trainer import train
 from lab_runs import tiny_config, tiny_data
 
 STEP = 4 * 32  # tokens

@@ -15,12 +15,12 @@ import torch
 
 pytest.importorskip("pydantic")
 
-from grape_pe.lab.checkpoint import Checkpoints, Progress
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.metrics import read_metrics
-from grape_pe.lab.trainer import train
-from grape_pe.lab.world import World, check_split
+from grape_pe.lab.train.checkpoint import Checkpoints, Progress
+from grape_pe.lab.train.distributed import World, check_split
+from grape_pe.lab.train.metrics import read_metrics
+from grape_pe.lab.train.trainer import train
 from lab_runs import grape, start, tiny_config, tiny_data, words
 
 TOLERANCE = 1e-5

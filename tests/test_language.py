@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import grape_pe as grape
 from grape_pe.attention import attend
-from grape_pe.lab import language
 from grape_pe.lab.data.batches import Batch
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.language import evaluate_language, stream_losses, token_losses, validation_loss
+from grape_pe.lab.evaluate import lengths as language
+from grape_pe.lab.evaluate.lengths import evaluate_language, stream_losses, token_losses, validation_loss
 from grape_pe.models import Decoder, DecoderConfig
 from grape_pe.testing import TOL
 

@@ -14,7 +14,7 @@ from .parsers import Commands, add_command, add_json
 from .train import add_settings
 
 if TYPE_CHECKING:
-    from ..lab.comparison import Comparison
+    from ..lab.compare.comparison import Comparison
 
 PROBE = "probe."
 Number = TypeVar("Number", int, float)
@@ -54,8 +54,8 @@ def add_parsers(commands: Commands) -> None:
 def run_compare(options: argparse.Namespace) -> int:
     require("pydantic", "lab")
     require("plotly", "lab")
-    from ..lab.compare import compare
-    from ..lab.comparison import load_comparison
+    from ..lab.compare.comparison import load_comparison
+    from ..lab.compare.run import compare
     from ..lab.report import read_results, results_json, summary
     from ..lab.written import split_names
 

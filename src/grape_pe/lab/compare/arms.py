@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from .config import RunConfig, Section, merged, validated
-from .errors import LabError
-from .written import read_options, split_names, with_options
+from ..config import RunConfig, Section, merged, validated
+from ..errors import LabError
+from ..written import read_options, split_names, with_options
 
 KV = "+kv"
 #: an encoding or a list of them, then options in brackets, then whether it has KV-shift

@@ -13,15 +13,15 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from .. import __version__
+from ... import __version__
+from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
+from ..errors import LabError
+from ..files import damaged, read_json, write_json
+from ..tasks import build_task
+from ..tasks.base import FACTORS
+from ..train.run_directory import LOCK
 from .arms import Arm
 from .budgets import branches, shortened
-from .config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
-from .errors import LabError
-from .files import damaged, read_json, write_json
-from .run_directory import LOCK
-from .tasks import build_task
-from .tasks.base import FACTORS
 
 COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",

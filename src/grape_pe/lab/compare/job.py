@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
+from ..config import RunConfig
+from ..data import load_tokenizer, open_dataset
+from ..errors import Diverged
+from ..evaluate.lengths import evaluate_language, validation_loss
+from ..files import read_json, write_json, write_text
+from ..inspect.figure_data import picture
+from ..tasks import build_task, score
+from ..train.distributed import World, default_device
+from ..train.feed import open_feed
+from ..train.run_directory import read_metrics
+from ..train.saved_model import load_model
+from ..train.trainer import train
 from .budgets import branches
 from .comparison import AGAIN, EVALUATION, PICTURE, Comparison, Job, trials_of
-from .config import RunConfig
-from .data import load_tokenizer, open_dataset
-from .errors import Diverged
-from .feed import open_feed
-from .files import read_json, write_json, write_text
-from .final import load_model
-from .language import evaluate_language, validation_loss
-from .pictures import picture
-from .run_directory import read_metrics
-from .tasks import build_task, score
-from .trainer import train
-from .world import World, default_device
 
 #: tokens of the validation text that an encoding's picture is drawn on
 PICTURE_TOKENS = 96

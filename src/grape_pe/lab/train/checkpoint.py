@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from .errors import LabError
-from .files import SCRATCH, damaged, read_json
-from .world import World
+from ..errors import LabError
+from ..files import SCRATCH, damaged, read_json
+from .distributed import World
 
 # One process is no accident here. The warning comes from a background thread, beyond catch_warnings.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..extras import require
-from .config import RunConfig
-from .files import write_text
+from ...extras import require
+from ..config import RunConfig
+from ..files import write_text
 from .run_directory import METRICS, read_metrics, run_id
 
 

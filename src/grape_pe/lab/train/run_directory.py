@@ -16,10 +16,10 @@ from typing import IO, Any, Self
 import torch
 import yaml
 
-from .. import __version__
-from .config import RunConfig, differences, validated
-from .errors import LabError
-from .files import SCRATCH, damaged, read_json, read_json_lines, read_text, write_json, write_text, writing
+from ... import __version__
+from ..config import RunConfig, differences, validated
+from ..errors import LabError
+from ..files import SCRATCH, damaged, read_json, read_json_lines, read_text, write_json, write_text, writing
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.yaml", "environment.json", "metrics.jsonl", ".lock"
 

@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..extras import require
-from ..models import Decoder
+from ...extras import require
+from ...models import Decoder
+from ..config import RunConfig
+from ..data import Batch, prefetch
+from ..errors import Diverged, LabError
 from .checkpoint import Checkpoints, Progress
-from .config import RunConfig
-from .data import Batch, prefetch
-from .errors import Diverged, LabError
+from .distributed import World, check_split, gradients_exchanged, spread, world
+from .encoding_metrics import encoding_summary
 from .estimate import flops_per_token, peak_flops, peak_memory
 from .feed import Feed, open_feed
-from .final import export_final
 from .metrics import Metrics, ProgressLine
 from .optimization import adamw, initialise, learning_rate
 from .run_directory import RunDirectory
-from .stopping import StopSignals
-from .summaries import encoding_summary
-from .world import World, check_split, gradients_exchanged, spread, world
+from .saved_model import export_final
+from .signals import StopSignals
 
 
 @dataclass(frozen=True)
