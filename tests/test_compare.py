@@ -234,7 +234,7 @@ def test_a_second_comparison_in_one_directory_waits_its_turn(corpus, tmp_path, c
 
 
 def locked_directory(path: Path):
-    from grape_pe.lab.train.run_directory import locked
+    from grape_pe.lab.files import locked
 
     path.mkdir()
     return locked(path)

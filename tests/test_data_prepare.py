@@ -84,7 +84,10 @@ def test_one_preparation_at_a_time(tmp_path: Path) -> None:
     from filelock import FileLock
 
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out/.lock"), pytest.raises(LabError, match="another process is preparing"):
+    with (
+        FileLock(tmp_path / "out/.lock"),
+        pytest.raises(LabError, match="is being written by another process"),
+    ):
         prepare(open_source(__file__), tmp_path / "out", **OPTIONS)
 
 

@@ -15,10 +15,11 @@ import torch
 pytest.importorskip("pydantic")
 
 from grape_pe.lab.config import load
+from grape_pe.lab.progress import ProgressLine
 from grape_pe.lab.train.distributed import World
 from grape_pe.lab.train.encoding_metrics import encoding_summary
 from grape_pe.lab.train.feed import open_feed, vocabulary
-from grape_pe.lab.train.metrics import ProgressLine, read_metrics
+from grape_pe.lab.train.metrics import read_metrics
 from grape_pe.lab.train.optimization import initialise, learning_rate
 from grape_pe.lab.train.trainer import Trainer, train
 from grape_pe.models import Decoder, load_decoder

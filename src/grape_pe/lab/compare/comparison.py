@@ -16,10 +16,9 @@ from pydantic import Field
 from ... import __version__
 from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
 from ..errors import LabError
-from ..files import damaged, read_json, write_json
+from ..files import LOCK, damaged, read_json, write_json
 from ..tasks import build_task
 from ..tasks.base import FACTORS
-from ..train.run_directory import LOCK
 from .arms import Arm
 from .budgets import branches, shortened
 

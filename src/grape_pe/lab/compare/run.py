@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ..files import read_json, write_text
+from ..files import locked, read_json, write_text
+from ..progress import ProgressLine
 from ..report import read_results, write_report
 from ..train.distributed import World
 from ..train.feed import open_feed
-from ..train.metrics import ProgressLine
-from ..train.run_directory import locked, read_metrics
+from ..train.run_directory import read_metrics
 from .comparison import (
     AGAIN,
     COMPARISON,
