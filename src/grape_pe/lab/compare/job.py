@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
+from ..config import RunConfig
+from ..data import load_tokenizer, open_dataset
+from ..errors import Diverged
+from ..evaluate.lengths import evaluate_language, validation_loss
+from ..files import read_json, write_json, write_text
+from ..inspect.figure_data import picture
+from ..tasks import build_task, score
+from ..train.distributed import World, default_device
+from ..train.feed import open_feed
+from ..train.run_directory import read_metrics
+from ..train.saved_model import load_model
+from ..train.trainer import train
 from .budgets import branches
 from .comparison import AGAIN, EVALUATION, PICTURE, Comparison, Job, trials_of
-from .config import RunConfig
-from .data import load_tokenizer, open_dataset
-from .errors import Diverged
-from .feed import open_feed
-from .files import read_json, write_json, write_text
-from .final import load_model
-from .language import evaluate_language, validation_loss
-from .pictures import picture
-from .run_directory import read_metrics
-from .tasks import build_task, score
-from .trainer import train
-from .world import World, default_device
 
 #: tokens of the validation text that an encoding's picture is drawn on
 PICTURE_TOKENS = 96
@@ -105,7 +105,7 @@ def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]
     task = build_task(job.task, **comparison.probe.data.task_options)
     lengths = [factor * task.length for factor in comparison.task_factors]
     found = score(model, task, samples=comparison.task_samples, lengths=lengths)
-    return {"task": job.task, "scores": [asdict(each) for each in found]}
+    return {"task": job.task, "scores": [asdict(each) | {"task": job.task} for each in found]}
 
 
 def _language(directory: Path, config: RunConfig, comparison: Comparison, model: Any) -> dict[str, Any]:
