@@ -139,7 +139,7 @@ class Bias:
         return self.replaced({n: change(t) for n, t in self.tensors().items()})
 
     def __add__(self, other: Bias) -> Bias:
-        return _sum([*_parts(self), *_parts(other)])
+        return _sum([*parts_of(self), *parts_of(other)])
 
 
 def _length(tensors: Mapping[str, Tensor]) -> int | None:
@@ -183,11 +183,11 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([t.expand(*lead, *t.shape[2:]) for t in (first, second)], 2)
 
 
-def _parts(bias: Bias) -> tuple[Bias, ...]:
+def parts_of(bias: Bias) -> tuple[Bias, ...]:
     return bias.parts if isinstance(bias, SumBias) else (bias,)
 
 
-def _terms(bias: Bias) -> tuple[SlopeTerm, ...]:
+def terms_of(bias: Bias) -> tuple[SlopeTerm, ...]:
     if isinstance(bias, SlopeTerm):
         return (bias,)
     return bias.terms if isinstance(bias, SlopeBias) else ()
@@ -195,7 +195,7 @@ def _terms(bias: Bias) -> tuple[SlopeTerm, ...]:
 
 def _sum(parts: list[Bias]) -> Bias:
     """Slope terms concatenate, zeros vanish, the rest is kept side by side."""
-    terms = tuple(term for part in parts for term in _terms(part))
+    terms = tuple(term for part in parts for term in terms_of(part))
     slopes: list[Bias] = [SlopeBias(terms)] if terms else []
     others = [part for part in parts if not isinstance(part, (SlopeTerm, SlopeBias, NoBias))]
     kept = [*slopes, *others]
