@@ -54,10 +54,11 @@ def tiny(corpus: Path, **more):
     return load_comparison("demo", overrides=settings, **more).model_copy(update={"evaluation_tokens": 512})
 
 
-def losses(root: Path) -> list[tuple[str, int, float]]:
+def losses(root: Path) -> list[tuple[str, int, float, object]]:
     """What the final table is made of, without times."""
     found = [json.loads(line) for line in (root / "results.jsonl").read_text().splitlines()]
-    return [(each["label"], each["seed"], each["val_loss"], each["extrapolation"]) for each in found]
+    rest = ("extrapolation", "budgets", "lr", "sweep")
+    return [(each["label"], each["seed"], each["val_loss"], [each[k] for k in rest]) for each in found]
 
 
 def test_a_comparison_ends_with_a_table_and_a_report(corpus, tmp_path):
@@ -296,18 +297,22 @@ def command(corpus: Path, out: Path) -> list[str]:
     return [*start, "--jobs", "2", "--quiet", "--out", str(out), *options]
 
 
+SWEPT = ["--sweep", "train.lr=1e-3,1e-2", "--budgets", "640,1280", "--train.schedule", "wsd"]
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment_it_ends_with_the_same_table(corpus, tmp_path):
-    subprocess.run(command(corpus, tmp_path / "whole"), check=True, capture_output=True)
+@pytest.mark.parametrize("more", [[], SWEPT], ids=["plain", "sweep and budgets"])
+def test_killed_at_any_moment_it_ends_with_the_same_table(corpus, tmp_path, more):
+    subprocess.run(command(corpus, tmp_path / "whole") + more, check=True, capture_output=True)
     dice = random.Random(0)
     for _ in range(8):
         running = subprocess.Popen(
-            command(corpus, tmp_path / "killed"),
+            command(corpus, tmp_path / "killed") + more,
             start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         time.sleep(dice.uniform(3.0, 14.0))
         os.kill(running.pid, signal.SIGKILL)  # its workers die with it
         running.wait()
         time.sleep(0.5)
-    subprocess.run(command(corpus, tmp_path / "killed"), check=True, capture_output=True)
+    subprocess.run(command(corpus, tmp_path / "killed") + more, check=True, capture_output=True)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
