@@ -89,11 +89,17 @@ class PaTHBias(TileBias):
         assert self.scale is not None
         return path_products(self.query, self.key, self.scale)
 
+    def plain(self, rows: slice, cols: slice) -> Tensor:
+        """scale * <q, k>: the score without the path."""
+        assert self.scale is not None
+        q, k = self.query["q"][:, :, rows], self.key["k"][:, :, cols]
+        return self.scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT)
+
     def settled(self, last: int) -> PaTHBias:
         """Keys k_j <- H_e … H_{j+1} k_j, with e the token before the `last`; then beta = 0 up to e."""
         k, w, beta = (self.key[name] for name in ("k", "w", "beta"))
         start, end = _unit_factors(beta), k.shape[2] - last
-        if end - start < LARGE:
+        if start is None or end - start < LARGE:
             return self
         parts = _Products(k[:, :, :0], *(x[:, :, start:end] for x in (k, w, beta)))
         through, seen = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device), []
@@ -117,11 +123,11 @@ def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mappi
     return path_products(query, key)(rows, cols)
 
 
-def _unit_factors(beta: Tensor) -> int:
-    """How many of the first tokens have beta = 0, so that H = I; 0 where values may not be looked at."""
+def _unit_factors(beta: Tensor) -> int | None:
+    """How many of the first tokens have beta = 0, so that H = I; None where values may not be looked at."""
     hidden = torch.compiler.is_compiling() or is_fake(beta) or is_functorch_wrapped_tensor(beta)
     if hidden or beta.requires_grad or beta.device.type != "cpu" or beta.shape[2] == 0:
-        return 0
+        return None
     other = (beta != 0).flatten(0, 1).any(0)
     return int(other.to(torch.uint8).argmax()) if bool(other.any()) else beta.shape[2]
 
@@ -143,7 +149,7 @@ class _Products:
 
     def __init__(self, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> None:
         group, before = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
-        settled = min(before, _unit_factors(beta)) if before > LARGE else 0
+        settled = min(before, _unit_factors(beta) or 0) if before > LARGE else 0
         self.settled = settled if settled > LARGE else 0
         self.old = k[:, :, : self.settled].repeat_interleave(group, 1)
         k, w, beta = (x[:, :, self.settled :] for x in (k, w, beta))

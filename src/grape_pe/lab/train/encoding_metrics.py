@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..bias import Bias
-from ..encodings.base import Encoded, Encoding
-from ..encodings.frequencies import STEP_DIVISOR, Frequencies
+from ...bias import Bias
+from ...encodings.base import Encoded, Encoding
+from ...encodings.frequencies import STEP_DIVISOR, Frequencies
+from ..inspect.capture import added
 
 
 def encoding_summary(model: nn.Module, tokens: Tensor) -> dict[str, float]:
@@ -66,7 +67,7 @@ def _rates(seen: list[Bias]) -> dict[str, float]:
 def _reach(seen: list[Bias], length: int) -> dict[str, float]:
     """Mean bias from the last token to the one 1, 16, 64 before it."""
     row = slice(length - 1, length)
-    tiles = [tile.double() for bias in seen if (tile := bias.tile(row, slice(0, length))) is not None]
+    tiles = [tile.double() for bias in seen if (tile := added(bias, row, slice(0, length))) is not None]
     out = {}
     for distance in (1, 16, 64):
         if tiles and distance < length:

@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention import attend
-from ..bias import LINKS, Bias, PathBias, SlopeBias, SumBias, TileBias
-from ..encodings import Encoding
-from ..encodings.additive import ShiftSlope
-from ..encodings.base import Encoded, Tokens
-from ..encodings.liere import LieRE
-from ..encodings.path import PaTH
-from ..encodings.rotary import ContextualRotary, MixtureRotary, PlaneRotary, Rotary, RotationEncoding
-from ..groups import quarter_turn, skew_from_pairs, spectrum
-from ..models import Decoder
-from ..testing import Sample, sample
+from ...attention import attend
+from ...bias import LINKS, Bias, PathBias, SlopeBias, SumBias, TileBias
+from ...encodings import Encoding
+from ...encodings.additive import ShiftSlope
+from ...encodings.base import Encoded, Tokens
+from ...encodings.liere import LieRE
+from ...encodings.path import PaTH, PaTHBias
+from ...encodings.rotary import ContextualRotary, MixtureRotary, PlaneRotary, Rotary, RotationEncoding
+from ...groups import quarter_turn, skew_from_pairs, spectrum
+from ...models import Decoder
+from ...testing import Sample, sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class LayerView:
 
     def bias(self) -> Tensor | None:
         """(B, H, T, T) in float64; None where the encoding adds nothing."""
-        dense = self.code.bias.tile(slice(0, self.length), slice(0, self.length))
+        dense = added(self.code.bias, slice(0, self.length), slice(0, self.length))
         if dense is None:
             return None
         return dense.double().expand(-1, self.encoding.shape.heads, -1, -1)
@@ -206,6 +206,15 @@ def gates(view: LayerView) -> list[Gate]:
     found = [*_bias_gates(view.code.bias), *_phase_gates(view)]
     found += [Gate(f"KV-shift: share of the previous {name}", z) for name, z in view.shifts.items()]
     return [Gate(gate.name, gate.values.transpose(0, 1).flatten(1).detach().double()) for gate in found]
+
+
+def added(bias: Bias, rows: slice, cols: slice) -> Tensor | None:
+    """A tile of what the bias adds to the plain product, which PaTH's bias contains."""
+    tile = bias.tile(rows, cols)
+    for part in bias.parts if isinstance(bias, SumBias) else (bias,):
+        if isinstance(part, PaTHBias):
+            tile = tile - part.plain(rows, cols)  # type: ignore[operator]
+    return tile
 
 
 def _bias_gates(bias: Bias) -> Iterator[Gate]:
