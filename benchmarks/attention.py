@@ -196,7 +196,8 @@ def peak_memory(encoding: str, length: int, options: argparse.Namespace) -> int:
 
 
 def _report_peak(encoding: str, length: int, options: argparse.Namespace) -> None:
-    ours(make(encoding, 64, options.heads, options.width)).sum().backward()  # builds and loads what is needed
+    small = make(encoding, 64, options.heads, options.width)
+    ours(small).backward(small.direction)  # builds and imports what is needed
     problem = make(encoding, length, options.heads, options.width)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here

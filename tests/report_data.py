@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grape_pe.lab.pictures import picture
+from grape_pe.lab.inspect.figure_data import picture
 from grape_pe.models import Decoder, DecoderConfig
 
 TRAIN_LENGTH = 256

@@ -141,6 +141,14 @@ def test_norm_after_refuses_what_needs_the_law():
         made("rope", qk_norm="behind")
 
 
+def test_norm_after_refuses_a_running_phase_over_documents():
+    x, documents = inputs(), torch.tensor([0] * 5 + [1] * 8)
+    with pytest.raises(ValueError, match="packed documents need the exact relative law"):
+        made("grape-m-ctx", qk_norm="after")(x, documents=documents)
+    layer = made("rope", qk_norm="after")  # positions begin again: exact
+    close(layer(x, documents=documents)[:, 5:], layer(x[:, 5:]))
+
+
 @pytest.mark.parametrize("norm, gate", [(True, False), (False, True), (True, True)])
 def test_output_norm_and_gate_are_their_formula(norm, gate):
     """Each head's output over its root mean square, times its weight, times sigmoid(W x); then the projection."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grape_pe.commands import report as command
-from grape_pe.lab.arms import Arm
+from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.report import read_results, report_page, results_json, table, write_report
 from grape_pe.lab.report.picture_figures import _word

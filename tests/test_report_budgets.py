@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from grape_pe.lab.arms import Arm
+from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.evaluate import Scores, TaskScore
+from grape_pe.lab.evaluate.benchmarks import Scores, TaskScore
 from grape_pe.lab.report import markdown, read_results, report_page, results_json, summary, table, write_jsonl
 from grape_pe.lab.report.ranking import (
     budget_blocks,

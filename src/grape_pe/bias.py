@@ -139,7 +139,7 @@ class Bias:
         return self.replaced({n: change(t) for n, t in self.tensors().items()})
 
     def __add__(self, other: Bias) -> Bias:
-        return _sum([*_parts(self), *_parts(other)])
+        return _sum([*parts_of(self), *parts_of(other)])
 
 
 def _length(tensors: Mapping[str, Tensor]) -> int | None:
@@ -158,10 +158,12 @@ def _check_lengths(query_length: int | None, key_length: int | None, queries: in
 
 
 def _check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
-    """Each axis must have one of the sizes allowed for it."""
-    fits = tensor.dim() == len(allowed)
-    for n, sizes in zip(tensor.shape, allowed, strict=False):
-        fits = fits and any(n == size for size in sizes)  # torch.compile traces `==` of symbols, but not `in`
+    """Each axis must have one of the one or two sizes allowed for it."""
+    shape = tensor.shape
+    fits = len(shape) == len(allowed)
+    for n, sizes in zip(shape, allowed, strict=False):
+        # torch.compile traces `==` of symbols, but not `in`
+        fits = fits and (n == sizes[0] or n == sizes[-1])
     if not fits:
         wanted = ", ".join(" or ".join(map(str, sorted(set(sizes)))) for sizes in allowed)
         raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
@@ -181,11 +183,11 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([t.expand(*lead, *t.shape[2:]) for t in (first, second)], 2)
 
 
-def _parts(bias: Bias) -> tuple[Bias, ...]:
+def parts_of(bias: Bias) -> tuple[Bias, ...]:
     return bias.parts if isinstance(bias, SumBias) else (bias,)
 
 
-def _terms(bias: Bias) -> tuple[SlopeTerm, ...]:
+def terms_of(bias: Bias) -> tuple[SlopeTerm, ...]:
     if isinstance(bias, SlopeTerm):
         return (bias,)
     return bias.terms if isinstance(bias, SlopeBias) else ()
@@ -193,7 +195,7 @@ def _terms(bias: Bias) -> tuple[SlopeTerm, ...]:
 
 def _sum(parts: list[Bias]) -> Bias:
     """Slope terms concatenate, zeros vanish, the rest is kept side by side."""
-    terms = tuple(term for part in parts for term in _terms(part))
+    terms = tuple(term for part in parts for term in terms_of(part))
     slopes: list[Bias] = [SlopeBias(terms)] if terms else []
     others = [part for part in parts if not isinstance(part, (SlopeTerm, SlopeBias, NoBias))]
     kept = [*slopes, *others]
@@ -281,6 +283,11 @@ class SlopeTerm(Bias):
         return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
 
 
+def _total(tiles: list[Tensor | None]) -> Tensor:
+    some = [tile for tile in tiles if tile is not None]
+    return sum(some[1:], some[0])
+
+
 class _Compound(Bias):
     """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
 
@@ -292,12 +299,10 @@ class _Compound(Bias):
         return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles = [tile for part in self.members() if (tile := part.tile(rows, cols)) is not None]
-        return sum(tiles[1:], tiles[0])
+        return _total([part.tile(rows, cols) for part in self.members()])
 
     def row(self, keys: int) -> Tensor:
-        rows = [row for part in self.members() if (row := part.row(keys)) is not None]
-        return sum(rows[1:], rows[0])
+        return _total([part.row(keys) for part in self.members()])
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.members():

@@ -44,7 +44,9 @@ def attend_decode(
         total = k.shape[1] * k.shape[2]
         count(total if first is None else total - sum(first), total)
         out = _attend_rows(q, k, v, rows, scale, first)
-        if looks and not out.abs().amax(-1).amin().item() > 0:  # NaN; or zeros, torch's result for a row of NaNs
+        if (
+            looks and not out.abs().amax(-1).amin().item() > 0
+        ):  # NaN; or zeros, torch's result for a row of NaNs
             out = _attend_not_finite(q, k, v, rows, visible, scale)
     return (out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)), None
 
@@ -89,7 +91,7 @@ def _attend_rows(
 ) -> Tensor:
     """Attention with these rows added to the logits, in the dtype of the rows if that is wider than q's.
 
-    Then a key head at a time: all keys in float32 would be three times the memory there is, and slower.
+    Then a few key heads at a time: all keys in float32 would be three times the memory there is, and slower.
     """
     if rows is None:
         return _sdpa(q, k, v, None, scale)
@@ -97,13 +99,19 @@ def _attend_rows(
         rows = rows.expand(q.shape[0], q.shape[1], -1, -1)
     if first is None and rows.dtype == q.dtype:
         return _sdpa(q, k, v, rows, scale)
-    group = q.shape[1] // k.shape[1]
-    parts = []
-    for head, start in enumerate([0] * k.shape[1] if first is None else first):
-        mine, key = slice(head * group, (head + 1) * group), slice(head, head + 1)
+    group, heads = q.shape[1] // k.shape[1], k.shape[1]
+    together, parts = _together(q, k), []
+    for head in range(0, heads, together):
+        key = slice(head, min(head + together, heads))
+        mine, start = slice(key.start * group, key.stop * group), 0 if first is None else first[head]
         queries, keys, values = (x.to(rows.dtype) for x in (q[:, mine], k[:, key, start:], v[:, key, start:]))
         parts.append(_sdpa(queries, keys, values, rows[:, mine, :, start:], scale))
     return torch.cat(parts, 1).to(v.dtype)
+
+
+def _together(q: Tensor, k: Tensor) -> int:
+    """Key heads to attend to in one call: enough for all threads."""
+    return max(1, torch.get_num_threads() * k.shape[1] // (q.shape[0] * q.shape[1]))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
@@ -113,7 +121,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) ->
 def _first_keys(
     q: Tensor, k: Tensor, rows: Tensor, scale: float, prune: Prune, key_bound: Tensor
 ) -> list[int] | None:
-    """For each key head the first key that any of its rows may need; None when all are to be read.
+    """For each key head the first key to read, one for all that are attended together; None for all keys.
 
     A row has at least the logit of its newest visible key, exactly; no other exceeds |q| max|k| plus bias.
     """
@@ -124,9 +132,10 @@ def _first_keys(
     tau = nats(k.shape[2]) if choice == AUTO else choice
     bound = q.norm(dim=-1).unflatten(1, (-1, group)) * key_bound[:, :, None, None] * abs(scale)
     need = (_newest_logits(q, k, rows, scale).unflatten(1, (-1, group)) - bound - tau).flatten(1, 2)
-    matters = ~(rows < need.unsqueeze(-1))  # (B, H, Tq, Tk); a NaN matters
-    by_key = matters.unflatten(1, (-1, group)).any(3).any(2).any(0)  # (Hkv, Tk)
-    return by_key.to(torch.uint8).argmax(-1).tolist()
+    skip = rows < need.unsqueeze(-1)  # (B, H, Tq, Tk); a NaN matters
+    by_key = skip.unflatten(1, (-1, group)).all((0, 2, 3)).logical_not_()  # (Hkv, Tk)
+    first, together = by_key.view(torch.uint8).argmax(-1).tolist(), _together(q, k)
+    return [min(first[i - i % together :][:together]) for i in range(len(first))]
 
 
 def _newest_logits(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:

@@ -151,15 +151,20 @@ def _packing(padding: Tensor, batch: int, count: int) -> dict[str, Any]:
             f"padding must be bool of shape {(batch, count)}, True where there is no token; "
             f"got {padding.dtype} {tuple(padding.shape)}"
         )
-    order = padding.to(torch.uint8).argsort(dim=-1, stable=True)
-    indices = {"order": order, "back": order.argsort(-1)}
     if torch.compiler.is_compiling():
-        return {"padding": padding, **indices}
+        return {"padding": padding, **_moves(padding)}
     holes = [[i for i, hidden in enumerate(row) if hidden] for row in padding.tolist()]
     if not any(holes):
         return {}
-    moved = indices if any(row != list(range(count - len(row), count)) for row in holes) else {}
-    return {"padding": padding, "counts": [count - len(row) for row in holes], "holes": holes, **moved}
+    moved = any(row != list(range(count - len(row), count)) for row in holes)
+    counts = [count - len(row) for row in holes]
+    return {"padding": padding, "counts": counts, "holes": holes, **(_moves(padding) if moved else {})}
+
+
+def _moves(padding: Tensor) -> dict[str, Tensor]:
+    """Indices that put tokens before padding, and back."""
+    order = padding.to(torch.uint8).argsort(dim=-1, stable=True)
+    return {"order": order, "back": order.argsort(-1)}
 
 
 def _checked(

@@ -21,11 +21,11 @@ from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from ..encodings.prepared import Preparation
 from .layout import Layout, Tail, arrange
+from .saving import check_saved, fill, saved_state
 from .seen import Norms, Seen, check_packing, encode, move_to_end
 from .sequences import Sequences
 from .table import OPTIONAL, Table
 
-FORMAT = "grape-pe cache 2"
 #: keys from which on a bound of their norms is kept; attention over fewer does not use it
 BOUND_FROM = 2048
 
@@ -140,6 +140,10 @@ class StreamingCache:
         documents: Tensor | None = None,
     ) -> Layout:
         self.encoding.check(q, k, x)
+        if len(self.sequences.lengths) not in (0, q.shape[0]):
+            raise ValueError(
+                f"the cache holds {len(self.sequences.lengths)} sequences, the call has {q.shape[0]}"
+            )
         given = {"positions": positions, "padding": padding, "documents": documents}
         where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
         layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
@@ -433,48 +437,17 @@ class StreamingCache:
         """What is stored now, in bytes."""
         return sum(t.nbytes for table in (self.tokens, self.states) for t in table.stored().values())
 
-    def _settings(self) -> dict[str, Any]:
-        settings = {"window": self.window, "sinks": self.sinks, "rollback": self.rollback}
-        return {
-            "format": FORMAT,
-            "encoding": repr(self.encoding) + ("" if self.norm_after is None else ", norm after"),
-            **settings,
-            "shift": self.shift is not None,
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on later: copies of all tensors, and plain values."""
-        saved = {**self._settings(), **self.sequences.saved()}
-        for name, table in (("tokens", self.tokens), ("states", self.states)):
-            saved |= {f"{name}.{n}": t.clone() for n, t in table.stored().items()}
-            saved[f"lead.{name}"] = list(table.lead)
-        return saved
+        return saved_state(self)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> Self:
         """Continue from `state_dict()`, in a cache built with the same encoding and settings."""
-        if saved.get("format") != FORMAT:
-            raise ValueError(f"not a saved cache: expected format {FORMAT!r}, got {saved.get('format')!r}")
-        for name, ours in self._settings().items():
-            if saved.get(name) != ours:
-                raise ValueError(f"saved with {name}={saved.get(name)}, this cache is for {name}={ours}")
+        check_saved(self, saved)
         twin = copy.copy(self).reset()
-        twin.sequences = Sequences(**{name: copy.deepcopy(saved[name]) for name in twin.sequences.saved()})
-        for name, table in (("tokens", twin.tokens), ("states", twin.states)):
-            found = {n.removeprefix(f"{name}."): t for n, t in saved.items() if n.startswith(f"{name}.")}
-            table.load(found, saved[f"lead.{name}"])
-        if twin.sequences.lengths:
-            twin._find_state()
+        fill(twin, saved)
         self.__dict__.update(twin.__dict__)
         return self
-
-    def _find_state(self) -> None:
-        """Where the state is kept; an error if another encoding filled the tables."""
-        code = self._blank()
-        shifted = None if self.shift is None else (code.k, code.k)
-        columns, states, self.carried = self._columns(code, code.k, shifted, Layout())
-        for table, names in ((self.tokens, columns), (self.states, states)):
-            if names.keys() != table.storage.keys() - OPTIONAL:
-                raise ValueError(f"the saved cache has {sorted(table.storage)}, expected {sorted(names)}")
 
     def _blank(self) -> Encoded:
         """What the encoding returns for one zero token: the structure of its bias and state."""
@@ -483,7 +456,7 @@ class StreamingCache:
         q = k.new_zeros(k.shape[0], shape.heads, 1, shape.head_dim)
         x = None if shape.width is None else k.new_zeros(k.shape[0], 1, shape.width)
         positions = torch.zeros((1,) if coords == 1 else (1, coords), dtype=torch.long, device=k.device)
-        return self.encoding(q, k, x=x, v=v, positions=positions)  # type: ignore[no-any-return]
+        return self.encoding(q, k, x=x, v=v, positions=positions)
 
 
 def norm_bound(k: Tensor) -> Tensor:

@@ -34,22 +34,21 @@ class Table:
 
     def check(self, new: Mapping[str, Tensor]) -> None:
         """Raise a ValueError if `new` cannot be appended; called before anything is written."""
-        if self.storage:
-            for name in (self.storage.keys() ^ new.keys()) - OPTIONAL:
+        storage, tokens = self.storage, 0
+        if storage and storage.keys() != new.keys():
+            for name in (storage.keys() ^ new.keys()) - OPTIONAL:
                 raise ValueError(
                     f"only one of cache and new tokens has {name!r}: use a cache of the same layer"
                 )
-        tokens = 0
         for name, tensor in new.items():
-            held = self.storage.get(name, tensor)
-            want, got = (*held.shape[:2], *held.shape[3:]), (*tensor.shape[:2], *tensor.shape[3:])
-            if got != want or tensor.dtype != held.dtype or tensor.device != held.device:
+            held, tokens = storage.get(name, tensor), tensor.shape[2]
+            kind, want = ((t.shape[:2], t.shape[3:], t.dtype, t.device) for t in (tensor, held))
+            if kind != want:
                 raise ValueError(
-                    f"{name!r} is cached as {held.dtype} {want} per token on {held.device}, got "
-                    f"{tensor.dtype} {got} on {tensor.device}; "
+                    f"{name!r} is cached as {held.dtype} {(*want[0], *want[1])} per token on {held.device}, got "
+                    f"{tensor.dtype} {(*kind[0], *kind[1])} on {tensor.device}; "
                     "use a new cache for another model, dtype or batch"
                 )
-            tokens = tensor.shape[2]
         if self.capacity is not None and self.keep_last is None and self.length + tokens > self.capacity:
             raise ValueError(
                 f"the static cache holds {self.length} of {self.capacity} tokens and cannot take {tokens} "

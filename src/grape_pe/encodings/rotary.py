@@ -121,7 +121,8 @@ class Rotary(RotationEncoding):
     def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
         """cos and sin (B|1, 1, T, D) of each."""
         theta = Frequencies.stacked([part.frequencies for part in parts])  # (L, coords, planes)
-        angle = (positions[:, None, None, :, :, None] * theta[None, :, None, None]).sum(-2)
+        rows, count, coords = positions.shape
+        angle = positions.view(rows, 1, 1, count, coords) @ theta.view(1, -1, 1, coords, theta.shape[-1])
         cos, sin = angle_tables(angle, working)  # (B|1, L, 1, T, D)
         return list(zip(cos.unbind(1), sin.unbind(1), strict=True))
 

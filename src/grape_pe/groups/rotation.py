@@ -128,10 +128,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 def angle_tables(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin (..., D) for `turn_halves`, of angles (..., D/2) in float64."""
-    angle = reduce_angle(angle, dtype)
+    """cos and signed sin (..., D) for `turn_halves`, of angles (..., D/2) in float64; rounded last."""
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    both = torch.cat([cos, cos, -sin, sin], -1).to(dtype)
+    cos, sin = both.split(2 * angle.shape[-1], -1)
+    return cos, sin
 
 
 def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

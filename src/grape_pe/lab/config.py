@@ -220,6 +220,12 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
         raise LabError(f"cannot read {path}: {problem}") from None
 
 
+def shipped_evidence(name: str) -> Path | None:
+    """Results shipped with this package, as `grape report` reads them; None if there are none yet."""
+    path = Path(str(resources.files("grape_pe.lab").joinpath("evidence", f"{name}.jsonl")))
+    return path if path.is_file() else None
+
+
 def shipped_names(folder: str) -> list[str]:
     found = resources.files("grape_pe.lab").joinpath(folder).iterdir()
     return sorted(item.name.removesuffix(".yaml") for item in found if item.name.endswith(".yaml"))

@@ -84,7 +84,7 @@ def diverged_at(arm: ArmResults, tokens: int) -> bool:
 
 def budget_blocks(results: Results) -> dict[int, Blocks]:
     """Losses after each number of tokens, seed by seed; empty with fewer than two budgets."""
-    out = {}
+    out: dict[int, Blocks] = {}
     for n in sorted({n for run in results.evaluations for n in _budgets(run)}):
         sound = [arm for arm in results.arms if not diverged_at(arm, n)]
         found = _blocks(replace(results, arms=tuple(sound)), lambda run, n=n: _budgets(run).get(n))  # type: ignore[misc]

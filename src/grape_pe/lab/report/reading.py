@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..arms import Arm
+from ..compare.arms import Arm
 from ..errors import LabError
 from ..files import damaged, read_json
-from ..pictures import VERSION as PICTURE_VERSION
-from ..run_directory import CONFIG, read_metrics
+from ..inspect.figure_data import VERSION as PICTURE_VERSION
+from ..train.run_directory import CONFIG, read_metrics
 from .picture_figures import check_picture
 from .results import ArmResults, LanguageRun, Recipe, Results
 from .runs import read_lm_scores, read_run

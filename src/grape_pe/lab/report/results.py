@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arms import Arm
-from ..evaluate import Scores
+from ..compare.arms import Arm
+from ..evaluate.benchmarks import Scores
 from .stored import Curve, Evaluation, Score
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..arms import Arm
-from ..evaluate import Scores
+from ..compare.arms import Arm
+from ..evaluate.benchmarks import Scores
 from ..files import damaged, read_json
-from ..run_directory import ENVIRONMENT, read_config, read_metrics
+from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
 from .results import ArmResults, LanguageRun, Recipe
 from .stored import Evaluation, curves, finite, flat
 

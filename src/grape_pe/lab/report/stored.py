@@ -9,8 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from ..arms import Arm
-from ..comparison import AGAIN, RESTORE
+from ..compare.arms import Arm
+from ..compare.comparison import AGAIN, RESTORE
 from ..files import damaged, read_json, read_json_lines
 
 REWRITE = "remove it; grape compare writes it anew"

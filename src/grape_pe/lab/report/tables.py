@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..evaluate import METRICS, PAPER_TASKS
+from ..evaluate.benchmarks import METRICS, PAPER_TASKS
 from .ranking import (
     budget_blocks,
     diverged_at,

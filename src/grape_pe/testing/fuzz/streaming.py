@@ -25,7 +25,7 @@ from .runner import Outcome
 
 FIELDS = ("q", "k", "v", "x")
 #: refusals that are right whenever the setting they name is in use
-NAMED = ("sinks", "convolution", "cannot be moved", "cannot be rebased", "coords")
+NAMED = ("sinks", "convolution", "packed documents need", "cannot be moved", "cannot be rebased", "coords")
 
 
 @dataclass

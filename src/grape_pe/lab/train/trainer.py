@@ -20,21 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..extras import require
-from ..models import Decoder
-from .checkpoint import Checkpoints, Progress
-from .config import RunConfig
-from .data import Batch, prefetch
-from .errors import Diverged, LabError
+from ...extras import require
+from ...models import Decoder
+from ..config import RunConfig
+from ..data import Batch, prefetch
+from ..errors import Diverged, LabError
+from ..progress import ProgressLine
+from .checkpoint import Checkpoints, TrainingState
+from .distributed import World, check_split, gradients_exchanged, spread, world
+from .encoding_metrics import encoding_summary
 from .estimate import flops_per_token, peak_flops, peak_memory
 from .feed import Feed, open_feed
-from .final import export_final
-from .metrics import Metrics, ProgressLine
+from .metrics import Metrics
 from .optimization import adamw, initialise, learning_rate
 from .run_directory import RunDirectory
-from .stopping import StopSignals
-from .summaries import encoding_summary
-from .world import World, check_split, gradients_exchanged, spread, world
+from .saved_model import export_final
+from .signals import StopSignals
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Trainer:
         self.seconds += (spent := time.perf_counter() - began)
         self.tokens += tokens
         done = step + 1
-        self.progress = Progress(done, None, self.progress.best_loss, self.progress.best_step)
+        self.progress = TrainingState(done, None, self.progress.best_loss, self.progress.best_step)
         if done % self.config.log.every == 0 or done == self.config.train.steps:
             self._log(done, loss, norm, rate, tokens, spent)
         self.line.show(done, loss, tokens / spent, last=done == self.config.train.steps)
@@ -254,9 +255,9 @@ class Trainer:
         loss = self._validation_loss()
         best = self.progress.best_loss
         if best is None or loss < best:
-            self.progress = Progress(done, loss, loss, done)
+            self.progress = TrainingState(done, loss, loss, done)
         else:
-            self.progress = Progress(done, loss, best, self.progress.best_step)
+            self.progress = TrainingState(done, loss, best, self.progress.best_step)
         self.line.validated(loss)
         sample = self.feed.batches.validation(range(1)).tokens.to(self.world.device)
         values = encoding_summary(self.decoder, sample)

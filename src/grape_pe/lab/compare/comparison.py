@@ -13,15 +13,14 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from .. import __version__
+from ... import __version__
+from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
+from ..errors import LabError
+from ..files import LOCK, damaged, read_json, write_json
+from ..tasks import build_task
+from ..tasks.base import FACTORS
 from .arms import Arm
 from .budgets import branches, shortened
-from .config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
-from .errors import LabError
-from .files import damaged, read_json, write_json
-from .run_directory import LOCK
-from .tasks import build_task
-from .tasks.base import FACTORS
 
 COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
@@ -51,6 +50,8 @@ class Comparison(Section):
     probe: RunConfig
     task_samples: Positive = Field(64, description="examples of each length and split")
     task_factors: list[Positive] = Field(list(FACTORS), description="test lengths, in training lengths")
+    note: str = Field("", description="printed below the results")
+    evidence: str = Field("", description="shipped results that are printed below these")
 
     def check(self) -> None:
         """Refuse an unknown encoding, task or setting before anything is trained."""
@@ -65,7 +66,7 @@ class Comparison(Section):
             if self.tasks:
                 _checked_arm(arm, self.probe, [], self.sweep)
         for task in self.tasks:
-            build_task(task)
+            build_task(task, **self.probe.data.task_options)
         if not self.language and not self.tasks:
             raise LabError("nothing to compare: language is off and no task is given")
 
@@ -227,7 +228,7 @@ def _read(path: Path) -> _Before:
 
 def _joined(root: Path, before: _Before, new: Comparison, threads: int) -> Comparison:
     old = before.comparison
-    fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name"}
+    fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name", "note", "evidence"}
     changed = [name for name in sorted(fixed) if getattr(old, name) != getattr(new, name)]
     if before.threads != threads:
         changed.append(f"threads a run ({before.threads} -> {threads}; see --jobs)")

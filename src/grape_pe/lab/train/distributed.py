@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..models import Decoder
-from .config import RunConfig, TrainSection
-from .errors import LabError
+from ...models import Decoder
+from ..config import RunConfig, TrainSection
+from ..errors import LabError
 
 
 @dataclass

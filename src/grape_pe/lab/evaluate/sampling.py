@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..models import Decoder
-from .errors import LabError
+from ...models import Decoder
+from ..errors import LabError
 
 
 def sample_tokens(

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bias import TileBias
-from ..encodings.additive import ShiftSlope
-from ..encodings.path import PaTH
-from ..encodings.rotary import ContextualRotary
-from ..groups import DenseRotation, Joint, Unipotent, shift_generator, slope_generator
-from ..groups.spectrum import path_bounds, singular_pair
-from .observe import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
+from ...bias import TileBias
+from ...encodings.additive import ShiftSlope
+from ...encodings.path import PaTH
+from ...encodings.rotary import ContextualRotary
+from ...groups import DenseRotation, Joint, Unipotent, shift_generator, slope_generator
+from ...groups.spectrum import path_bounds, singular_pair
+from .capture import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..bias import Bias
-from ..encodings.base import Encoded, Encoding
-from ..encodings.frequencies import STEP_DIVISOR, Frequencies
-from .observe import added
+from ...bias import Bias
+from ...encodings.base import Encoded, Encoding
+from ...encodings.frequencies import STEP_DIVISOR, Frequencies
+from ..inspect.capture import added
 
 
 def encoding_summary(model: nn.Module, tokens: Tensor) -> dict[str, float]:

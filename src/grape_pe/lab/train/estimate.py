@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models import Decoder, DecoderConfig
-from .config import RunConfig
+from ...models import Decoder, DecoderConfig
+from ..config import RunConfig
 from .optimization import learning_rate
 
 #: dense bf16 FLOP/s by the vendor's data sheet, by a word in the device's name

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models import Decoder
-from ..models.loss import CHUNK_ELEMENTS, IGNORE
-from .data.batches import Batches
-from .data.dataset import Dataset
-from .errors import LabError
+from ...models import Decoder
+from ...models.loss import CHUNK_ELEMENTS, IGNORE
+from ..data.batches import Batches
+from ..data.dataset import Dataset
+from ..errors import LabError
 
 FACTORS = (1, 2, 4, 8, 16)
 #: losses (rows, length) by length and window, or why there are none

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
+from ..config import RunConfig
+from ..data import load_tokenizer, open_dataset
+from ..errors import Diverged
+from ..evaluate.lengths import evaluate_language, validation_loss
+from ..files import damaged, read_json, write_json, write_text
+from ..inspect.figure_data import picture
+from ..tasks import build_task, score
+from ..train.distributed import World, default_device
+from ..train.feed import open_feed
+from ..train.run_directory import read_metrics
+from ..train.saved_model import load_model
+from ..train.trainer import train
 from .budgets import branches
 from .comparison import AGAIN, EVALUATION, PICTURE, Comparison, Job, trials_of
-from .config import RunConfig
-from .data import load_tokenizer, open_dataset
-from .errors import Diverged
-from .feed import open_feed
-from .files import read_json, write_json, write_text
-from .final import load_model
-from .language import evaluate_language, validation_loss
-from .pictures import picture
-from .run_directory import read_metrics
-from .tasks import build_task, score
-from .trainer import train
-from .world import World, default_device
 
 #: tokens of the validation text that an encoding's picture is drawn on
 PICTURE_TOKENS = 96
@@ -46,29 +46,40 @@ def run_job(job: Job, comparison: Comparison, root: Path) -> int:
         return 0
     if outcome.signal:
         return outcome.signal
+    found, stopped = _evaluated(job, directory, config, comparison)
+    if not stopped:
+        _write(directory, said | found)
+    return stopped
+
+
+def _evaluated(
+    job: Job, directory: Path, config: RunConfig, comparison: Comparison
+) -> tuple[dict[str, Any], int]:
+    """What is measured of a trained run; and the signal that stopped it, or 0."""
     if job.trial is not None:
-        _write(directory, said | {"val_loss": _final_loss(directory, config, comparison)})
-        return 0
-    budgets, stopped = ([], 0) if job.task is not None else _run_branches(directory, config, comparison)
+        return {"val_loss": _final_loss(directory, config, comparison)}, 0
+    if job.task is not None:
+        return _task_scores(job, comparison, _model(directory)), 0
+    budgets, stopped = _run_branches(directory, config, comparison)
     if stopped:
-        return stopped
-    model = load_model(directory).to(default_device()).eval()
-    with torch.no_grad():
-        if job.task is not None:
-            said |= _task_scores(job, comparison, model)
-        else:
-            said |= _language(directory, config, comparison, model) | {"budgets": budgets}
-            said["val_loss"] = budgets[-1]["loss"]
-    _write(directory, said)
-    return 0
+        return {}, stopped
+    found = _language(directory, config, comparison, _model(directory))
+    return {"val_loss": budgets[-1]["loss"], "budgets": budgets, **found}, 0
+
+
+def _model(directory: Path) -> Any:
+    return load_model(directory).to(default_device()).eval()
 
 
 def best_rate(job: Job, comparison: Comparison, root: Path) -> tuple[float | None, list[dict[str, Any]]]:
     """The learning rate with the lowest loss of this arm's sweep, and all that were tried."""
     tried = []
     for trial in trials_of(comparison, job.arm, job.task):
-        found = read_json(trial.directory(root) / EVALUATION, AGAIN)
-        tried.append({"lr": trial.trial, "loss": found["val_loss"]})
+        path = trial.directory(root) / EVALUATION
+        loss = read_json(path, AGAIN).get("val_loss", "")
+        if not isinstance(loss, float | None):
+            raise damaged(path, "it has no val_loss", AGAIN)
+        tried.append({"lr": trial.trial, "loss": loss})
     scored = [(each["loss"], each["lr"]) for each in tried if each["loss"] is not None]
     return (min(scored)[1] if scored else None), tried
 
@@ -94,9 +105,8 @@ def _run_branches(
 
 def _final_loss(directory: Path, config: RunConfig, comparison: Comparison) -> float | None:
     """Loss of a run's last weights on the sample of the validation split that all runs share."""
-    model = load_model(directory).to(default_device()).eval()
     rows = -(-comparison.validation_tokens // config.data.sequence)
-    loss = validation_loss(model, open_feed(config, World()).batches, rows)
+    loss = validation_loss(_model(directory), open_feed(config, World()).batches, rows)
     return loss if math.isfinite(loss) else None
 
 
@@ -105,7 +115,7 @@ def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]
     task = build_task(job.task, **comparison.probe.data.task_options)
     lengths = [factor * task.length for factor in comparison.task_factors]
     found = score(model, task, samples=comparison.task_samples, lengths=lengths)
-    return {"task": job.task, "scores": [asdict(each) for each in found]}
+    return {"task": job.task, "scores": [asdict(each) | {"task": job.task} for each in found]}
 
 
 def _language(directory: Path, config: RunConfig, comparison: Comparison, model: Any) -> dict[str, Any]:

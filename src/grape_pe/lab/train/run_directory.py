@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import secrets
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import torch
 import yaml
 
-from .. import __version__
-from .config import RunConfig, differences, validated
-from .errors import LabError
-from .files import SCRATCH, damaged, read_json, read_json_lines, read_text, write_json, write_text, writing
+from ... import __version__
+from ..config import RunConfig, differences, validated
+from ..errors import LabError
+from ..files import (
+    LOCK,
+    SCRATCH,
+    claim,
+    damaged,
+    read_json,
+    read_json_lines,
+    read_text,
+    write_json,
+    write_text,
+)
 
-CONFIG, ENVIRONMENT, METRICS, LOCK = "config.yaml", "environment.json", "metrics.jsonl", ".lock"
+CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 
 
 class RunDirectory:
@@ -40,7 +47,7 @@ class RunDirectory:
             self.check(config, resume=resume)
             self._check_data(data)
             self.path.mkdir(parents=True, exist_ok=True)
-            self._claim()
+            self.lock = claim(self.path)
             if not (self.path / CONFIG).exists():
                 write_json(self.path / ENVIRONMENT, _environment(config, data))
                 write_text(self.path / CONFIG, config.to_yaml())
@@ -50,7 +57,7 @@ class RunDirectory:
 
     def close(self) -> None:
         if self.lock is not None:
-            self.lock.close()
+            self.lock.release()
 
     def check(self, config: RunConfig, *, resume: bool) -> None:
         """Refuse a directory with something else in it, or with a run that cannot go on so."""
@@ -82,29 +89,6 @@ class RunDirectory:
         before = _begun_with(self.path, "data")
         if before != data:
             raise LabError(f"the data of {self.path} have changed since it was begun: {before} -> {data}")
-
-    def _claim(self) -> None:
-        self.lock = claim(self.path)
-
-
-def claim(directory: Path) -> IO[str]:
-    """Lock a directory until the returned file is closed or the process ends."""
-    lock = (directory / LOCK).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise LabError(f"{directory} is being written by another process; wait for it to end") from None
-    return lock
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """One process at a time."""
-    with writing(directory):
-        lock = claim(directory)
-    with lock:
-        yield
 
 
 def read_config(path: Path) -> RunConfig:

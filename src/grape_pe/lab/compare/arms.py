@@ -1,31 +1,33 @@
 """The arms of a comparison: an encoding with its options, and whatever else is set for this arm alone.
 
 Arm.parse("fox[forget_bias=4]+kv")
+Arm.parse("[grape-m@w128,grape-a-qk]")
 Arm(label="slow", encoding="fox", options={"forget_bias": 4}, train={"lr": 1e-3})
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, model_validator
 
-from .config import RunConfig, Section, merged, validated
-from .errors import LabError
+from ..config import RunConfig, Section, merged, validated
+from ..errors import LabError
+from ..written import read_options, split_names, with_options
 
 KV = "+kv"
-#: an encoding, then its options in brackets, then whether it has KV-shift
-WRITTEN = re.compile(r"(?P<encoding>[^\[\]]+?)(\[(?P<options>.*)\])?(?P<kv>\+kv)?", re.DOTALL)
+#: an encoding or a list of them, then options in brackets, then whether it has KV-shift
+WRITTEN = re.compile(r"(?P<encoding>\[[^\[\]]+\]|[^\[\]]+?)(\[(?P<options>.*)\])?(?P<kv>\+kv)?", re.DOTALL)
 
 
 class Arm(Section):
     """One side of a comparison. Without a label it is named as it would be written on the command line."""
 
     label: str = Field("", description="what it is called; names its directories")
-    encoding: str = Field(description="a name, or several joined by +")
+    encoding: str | Annotated[list[str], Field(min_length=1)] = Field(
+        description="a name, several joined by +, or a list that repeats over the layers"
+    )
     options: dict[str, Any] = Field({}, description="of the encoding")
     kv_shift: bool = False
     model: dict[str, Any] = Field({}, description="settings of the model for this arm alone")
@@ -65,45 +67,22 @@ class Arm(Section):
         return self.model_dump()
 
 
-def split_arms(text: str) -> list[str]:
-    """`a,b[x=1,y=2]` at its commas outside brackets."""
-    return [part for part in (each.strip() for each in _split(text)) if part]
-
-
-def _split(text: str) -> Iterator[str]:
-    depth = start = 0
-    for index, letter in enumerate(text):
-        depth += (letter in "[{(") - (letter in "]})")
-        if letter == "," and depth == 0:
-            yield text[start:index]
-            start = index + 1
-    yield text[start:]
-
-
 def _parsed(text: str) -> dict[str, Any]:
     found = WRITTEN.fullmatch(text.strip())
     if found is None:
         raise LabError(
             f"cannot read the encoding {text!r}; options go in brackets after the whole name, then +kv, as "
-            "in 'rope+fox[forget_bias=4]+kv'"
+            "in 'rope+fox[forget_bias=4]+kv'; encodings by layer go in a list, as in '[grape-m@w128,grape-a-qk]'"
         )
-    options = dict(_option(text, each) for each in split_arms(found["options"] or ""))
+    name = found["encoding"]
     return {
-        "label": text.strip(), "encoding": found["encoding"], "options": options,
+        "label": text.strip(),
+        "encoding": split_names(name[1:-1]) if name.startswith("[") else name,
+        "options": read_options(found["options"] or "", text),
         "kv_shift": found["kv"] is not None,
-    }  # fmt: skip
+    }
 
 
-def _option(text: str, said: str) -> tuple[str, Any]:
-    name, equals, value = said.partition("=")
-    try:
-        if equals and name.strip():
-            return name.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
-        pass
-    raise LabError(f"cannot read the option {said!r} of {text!r}; write name=value, as in fox[forget_bias=4]")
-
-
-def _written(encoding: str, options: dict[str, Any], kv_shift: bool) -> str:
-    said = ",".join(f"{name}={value}" for name, value in options.items())
-    return encoding + (f"[{said}]" if said else "") + (KV if kv_shift else "")
+def _written(encoding: str | list[str], options: dict[str, Any], kv_shift: bool) -> str:
+    name = encoding if isinstance(encoding, str) else f"[{','.join(encoding)}]"
+    return with_options(name, options) + (KV if kv_shift else "")

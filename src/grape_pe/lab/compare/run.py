@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
-from .arm_run import finished, run_job
+from ..files import locked, read_json, write_text
+from ..progress import ProgressLine
+from ..report import read_results, write_report
+from ..train.distributed import World
+from ..train.feed import open_feed
+from ..train.run_directory import read_metrics
 from .comparison import (
     AGAIN,
     COMPARISON,
@@ -28,13 +33,8 @@ from .comparison import (
     make_directory,
     trials,
 )
-from .feed import open_feed
-from .files import read_json, write_text
-from .metrics import ProgressLine
-from .report import read_results, write_report
-from .run_directory import locked, read_metrics
-from .side_by_side import Task, run_side_by_side
-from .world import World
+from .job import finished, run_job
+from .processes import Task, run_side_by_side
 
 
 def compare(

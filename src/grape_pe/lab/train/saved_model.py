@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ..models import Decoder, DecoderConfig, load_decoder, save_decoder
+from ...models import Decoder, DecoderConfig, load_decoder, save_decoder
+from ..errors import LabError
 from .checkpoint import cause, load_weights
-from .errors import LabError
+from .distributed import World
 from .feed import Feed, open_feed
 from .run_directory import CONFIG, read_config
-from .world import World
 
 
 def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed: Feed, among: World) -> None:
@@ -28,7 +28,7 @@ def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed:
     try:
         save_decoder(decoder, directory)
         if feed.directory is not None:
-            from .data import hf_tokenizer
+            from ..data import hf_tokenizer
 
             hf_tokenizer(feed.directory).save_pretrained(str(directory))
     except Exception as problem:  # a full disk is an error of their own in safetensors and tokenizers

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import Encoding
-from ..models import Decoder
-from .observe import (
+from ...encodings import Encoding
+from ...models import Decoder
+from .capture import (
     LayerView,
     attention_reach,
     bias_reach,

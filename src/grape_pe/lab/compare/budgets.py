@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import checkpoint_name
-from .config import RunConfig, merged, validated
-from .errors import LabError
-from .optimization import decay_steps
+from ..config import RunConfig, merged, validated
+from ..errors import LabError
+from ..train.checkpoint import checkpoint_name
+from ..train.optimization import decay_steps
 
 FOLDER = "budgets"
 

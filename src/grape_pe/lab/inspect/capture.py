@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention import attend
-from ..bias import LINKS, Bias, PathBias, SlopeBias, SumBias, TileBias
-from ..encodings import Encoding
-from ..encodings.additive import ShiftSlope
-from ..encodings.base import Encoded, Tokens
-from ..encodings.liere import LieRE
-from ..encodings.path import PaTH, PaTHBias
-from ..encodings.rotary import ContextualRotary, MixtureRotary, PlaneRotary, Rotary, RotationEncoding
-from ..groups import quarter_turn, skew_from_pairs, spectrum
-from ..models import Decoder
-from ..testing import Sample, sample
+from ...attention import attend
+from ...bias import LINKS, Bias, PathBias, SlopeBias, SumBias, TileBias
+from ...encodings import Encoding
+from ...encodings.additive import ShiftSlope
+from ...encodings.base import Encoded, Tokens
+from ...encodings.liere import LieRE
+from ...encodings.path import PaTH, PaTHBias
+from ...encodings.rotary import ContextualRotary, MixtureRotary, PlaneRotary, Rotary, RotationEncoding
+from ...groups import quarter_turn, skew_from_pairs, spectrum
+from ...models import Decoder
+from ...testing import Sample, sample
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import Encoding, build, names
-from ..encodings.additive import FoX, PhaseSlope
-from ..encodings.base import NoPE
-from ..encodings.path import PaTH
-from ..encodings.rotary import ContextualRotary
-from ..models import Decoder
-from ..testing import TOL, scores
-from .errors import LabError
-from .observe import (
+from ...encodings import Encoding, build, names
+from ...encodings.additive import FoX, PhaseSlope
+from ...encodings.base import NoPE
+from ...encodings.path import PaTH
+from ...encodings.rotary import ContextualRotary
+from ...models import Decoder
+from ...testing import TOL, scores
+from ..errors import LabError
+from .capture import (
     LayerView,
     attention_reach,
     bias_reach,
@@ -41,8 +41,8 @@ from .observe import (
     parts_of,
     rotation_of,
 )
-from .pictures import encoding_picture, picture
-from .spectral import SpectralRow, spectral_rows
+from .figure_data import encoding_picture, picture
+from .singular_values import SpectralRow, spectral_rows
 
 SHIFT = 1000
 BINS = 16
@@ -155,7 +155,7 @@ def _unknown(what: str) -> str:
 
 def inspect_checkpoint(directory: Path) -> Inspection:
     """Inspect a trained model on a sample text."""
-    from .final import load_model
+    from ..train.saved_model import load_model
 
     try:
         model = load_model(directory)
@@ -175,8 +175,8 @@ def inspect_checkpoint(directory: Path) -> Inspection:
 
 def _sample_text(where: Path, model: Decoder) -> tuple[Tensor, list[str], str]:
     """The sample text in the model's own tokens; random tokens where it has no tokenizer."""
-    from .data import load_tokenizer
-    from .final import tokenizer_directory
+    from ..data import load_tokenizer
+    from ..train.saved_model import tokenizer_directory
 
     try:
         tokenizer = load_tokenizer(tokenizer_directory(where))

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import nn
 
-from ..layers import RMSNorm
-from ..models import Decoder
-from .config import TrainSection
+from ...layers import RMSNorm
+from ...models import Decoder
+from ..config import TrainSection
 
 
 def adamw(model: nn.Module, settings: TrainSection) -> torch.optim.AdamW:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from .errors import LabError
+from ..errors import LabError
 
 
 @dataclass(frozen=True)

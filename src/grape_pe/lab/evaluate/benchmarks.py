@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..extras import require
-from .checkpoint import cause
-from .errors import LabError
-from .files import write_json, writing
-from .world import default_device
+from ...extras import require
+from ..errors import LabError
+from ..files import write_json, writing
+from ..train.checkpoint import cause
+from ..train.distributed import default_device
 
 PAPER_TASKS = {
     "arc_easy": "ARC-E",

@@ -7,10 +7,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .config import RunConfig
-from .data import Batches, DatasetBatches, builtin, open_dataset
-from .errors import LabError
-from .world import World
+from ..config import RunConfig
+from ..data import Batches, DatasetBatches, builtin, open_dataset
+from ..errors import LabError
+from .distributed import World
 
 TASK = "task:"
 
@@ -51,7 +51,7 @@ def _directory(config: RunConfig) -> Path:
 
 
 def _task_feed(config: RunConfig) -> Feed:
-    from .tasks import TaskBatches, build_task
+    from ..tasks import TaskBatches, build_task
 
     name = config.data.source.removeprefix(TASK)
     task = build_task(name, **config.data.task_options)

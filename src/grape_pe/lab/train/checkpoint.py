@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from .errors import LabError
-from .files import SCRATCH, damaged, read_json
-from .world import World
+from ..errors import LabError
+from ..files import SCRATCH, damaged, read_json
+from .distributed import World
 
 # One process is no accident here. The warning comes from a background thread, beyond catch_warnings.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -42,7 +42,7 @@ OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingState:
     """Where a run stands after `step` optimizer steps."""
 
     step: int = 0
@@ -81,7 +81,7 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
         self.world.barrier()
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: TrainingState) -> None:
         """Begin to write; training may go on at once, on copies this does not see."""
         self.finish()
         final = self.directory / checkpoint_name(progress.step)
@@ -97,7 +97,7 @@ class Checkpoints:
         )
         self.pending = (_future(writing), scratch, final)
 
-    def _prepare(self, scratch: Path, progress: Progress) -> str | None:
+    def _prepare(self, scratch: Path, progress: TrainingState) -> str | None:
         """The hidden directory with what is no tensor; the problem if there is one."""
         if not self.world.first:
             return None
@@ -159,19 +159,19 @@ class Checkpoints:
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, start: Path | None = None
-    ) -> Progress:
+    ) -> TrainingState:
         """Load the newest checkpoint, whatever number of ranks wrote it, or else `start`, a checkpoint of
         another run; from nothing, begin at step 0."""
         found = self.found() or ([] if start is None else [start])
         if not found:
-            return Progress()
+            return TrainingState()
         weights, moments = get_state_dict(model, optimizer, options=OPTIONS)
         tensors = _tensors(weights, moments)
         _read(tensors, found[-1], self.world.size == 1)
         moments = {**moments, **_part("optimizer.", tensors)}
         weights = _part("model.", tensors)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=OPTIONS)
-        return read_progress(found[-1])
+        return read_state(found[-1])
 
 
 def _tensors(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Tensor]:
@@ -195,10 +195,10 @@ def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
         ) from None
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_state(checkpoint: Path) -> TrainingState:
     place, remedy = checkpoint / STATE, f"remove {checkpoint} and the checkpoint before it is used"
     try:
-        found = Progress(**read_json(place, remedy))
+        found = TrainingState(**read_json(place, remedy))
     except (FileNotFoundError, TypeError) as problem:
         raise damaged(place, problem, remedy) from None
     losses = (found.validation_loss, found.best_loss)
@@ -215,7 +215,7 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _best(found: list[Path]) -> Path | None:
-    scored = [(loss, path) for path in found if (loss := read_progress(path).validation_loss) is not None]
+    scored = [(loss, path) for path in found if (loss := read_state(path).validation_loss) is not None]
     return min(scored)[1] if scored else None
 
 
