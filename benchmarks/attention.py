@@ -33,6 +33,7 @@ GOALS = {"alibi": 0.8, "fox": 1.25, "grape-a-q": 1.25, "grape-a-k": 1.25, "grape
 UNPRUNED_GOAL = 1.3  # slope biases
 SCALING_GOAL = 4.4
 GATE_LENGTH = 300
+SMALL_CALLS = 50  # that are timed together where one takes microseconds
 #: on a machine that others use, the processor's time of one thread is worth more than the clock on the wall
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -142,14 +143,16 @@ class Row:
 
 def measure(encoding: str, options: argparse.Namespace) -> list[Row]:
     """A row for each length; in a round every contender takes its turn at every length."""
-    problems = [make(encoding, length, options.heads, options.width) for length in options.lengths]
-    rows = [Row(encoding, length, _skipped(p)) for length, p in zip(options.lengths, problems, strict=True)]
+    lengths = [options.small, *options.lengths] if options.small else options.lengths
+    problems = [make(encoding, length, options.heads, options.width) for length in lengths]
+    rows = [Row(encoding, length, _skipped(p)) for length, p in zip(lengths, problems, strict=True)]
     for number in range(options.rounds + 1):
         for row, problem in zip(rows, problems, strict=True):
             for name in CONTENDERS:
                 if name == "mask" and not (options.mask and _mask_fits(problem)):
                     continue
-                forward, both = _time(problem, CONTENDERS[name], CLOCKS[options.clock])
+                repeat = SMALL_CALLS if row.length == options.small else 1
+                forward, both = _time(problem, CONTENDERS[name], CLOCKS[options.clock], repeat)
                 if number:  # the first round warms up
                     row.forward.setdefault(name, []).append(forward)
                     row.both.setdefault(name, []).append(both)
@@ -168,14 +171,20 @@ def _mask_fits(p: Problem) -> bool:
     return need < 0.6 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _time(p: Problem, run: Callable[[Problem], Tensor], now: Callable[[], float]) -> tuple[float, float]:
-    for leaf in p.leaves():
-        leaf.grad = None
-    start = now()
-    y = run(p)
-    middle = now()
-    y.backward(p.direction)
-    return middle - start, now() - start
+def _time(
+    p: Problem, run: Callable[[Problem], Tensor], now: Callable[[], float], repeat: int = 1
+) -> tuple[float, float]:
+    """Seconds of the forward pass and of both, the mean of so many calls."""
+    leaves, forward, both = p.leaves(), 0.0, 0.0
+    for _ in range(repeat):
+        for leaf in leaves:
+            leaf.grad = None
+        start = now()
+        y = run(p)
+        middle = now()
+        y.backward(p.direction)
+        forward, both = forward + middle - start, both + now() - start
+    return forward / repeat, both / repeat
 
 
 def peak_memory(encoding: str, length: int, options: argparse.Namespace) -> int:
@@ -187,7 +196,8 @@ def peak_memory(encoding: str, length: int, options: argparse.Namespace) -> int:
 
 
 def _report_peak(encoding: str, length: int, options: argparse.Namespace) -> None:
-    ours(make(encoding, 64, options.heads, options.width)).sum().backward()  # builds and loads what is needed
+    small = make(encoding, 64, options.heads, options.width)
+    ours(small).backward(small.direction)  # builds and imports what is needed
     problem = make(encoding, length, options.heads, options.width)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
@@ -229,6 +239,21 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def small_table(rows: list[Row]) -> str:
+    """The same for calls so short that their overhead is most of the time; microseconds."""
+    lines = [
+        "| one small call | T | SDPA fwd us | fwd us | fwd | SDPA fwd+bwd us | fwd+bwd us | fwd+bwd |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row.encoding, str(row.length)]
+        for part, times in (("forward", row.forward), ("both", row.both)):
+            cells += [f"{1e6 * statistics.median(times[name]):.0f}" for name in ("sdpa", "pruned")]
+            cells.append(_cell(row.ratio("pruned", part)))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _goal(row: Row) -> str:
     if row.length != 4096 or row.encoding not in GOALS:
         return ""
@@ -254,6 +279,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="grape bench attention", description=__doc__)
     parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 8192], metavar="T")
+    parser.add_argument("--small", type=int, default=64, help="T of the overhead of a small call; 0: none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64, help="features of a head")
@@ -297,7 +323,9 @@ def main(argv: list[str] | None = None) -> int:
         rows += measure(encoding, options)
         if options.memory_length:
             rows[-1].peak_bytes = peak_memory(encoding, options.memory_length, options)
-    print(table(rows))
+    print(table([row for row in rows if row.length != options.small]))
+    if options.small:
+        print("\n" + small_table([row for row in rows if row.length == options.small]) + "\n")
     if options.memory_length:
         print(f"peak memory: forward + backward beyond inputs and outputs at T = {options.memory_length}")
     print("\n".join(scaling(rows)))

@@ -26,11 +26,11 @@ import torch
 
 from grape_pe.lab.config import RunConfig, load
 from grape_pe.lab.data import Batch, prefetch
-from grape_pe.lab.feed import Feed, open_feed
-from grape_pe.lab.optimization import initialise, learning_rate
-from grape_pe.lab.stopping import StopSignals
-from grape_pe.lab.trainer import Trainer
-from grape_pe.lab.world import World
+from grape_pe.lab.train.distributed import World
+from grape_pe.lab.train.feed import Feed, open_feed
+from grape_pe.lab.train.optimization import initialise, learning_rate
+from grape_pe.lab.train.signals import StopSignals
+from grape_pe.lab.train.trainer import Trainer
 from grape_pe.models import Decoder
 
 ENCODINGS = (

@@ -20,7 +20,7 @@ TINY = {
     "train.checkpoint_every": 2, "train.lr": 1e-3, "train.min_lr": 1e-4, "log.tensorboard": False,
 }  # fmt: skip
 PRELOADED = [
-    "grape_pe.lab.trainer", "grape_pe.cli", "torch._dynamo", "torch.distributed.tensor",
+    "grape_pe.lab.train.trainer", "grape_pe.cli", "torch._dynamo", "torch.distributed.tensor",
     "transformers.tokenization_utils_tokenizers",
 ]  # fmt: skip
 LIMIT = 120  # seconds after which a run counts as hanging

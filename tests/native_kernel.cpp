@@ -116,7 +116,7 @@ static void run(const Case &c) {
     std::vector<float> d_pq(rows * c.P), d_pk(keys * c.P);
     std::vector<int64_t> work(c.B * c.H * 2);
     Vec norm(c.B * c.KV * tiles), range(c.R * c.B * c.H * tiles * 4), d_pr(c.B * c.H);
-    Vec d_cq(c.R * rows), d_ck(c.R * keys), d_rq(c.R * rows), d_rk(c.R * keys);
+    Vec d_c_q(c.R * rows), d_c_k(c.R * keys), d_rq(c.R * rows), d_rk(c.R * keys);
     Problem p = {};
     p.B = c.B; p.H = c.H; p.KV = c.KV; p.HP = c.HP; p.Tq = c.Tq; p.Tk = c.Tk; p.D = c.D; p.Dv = c.Dv; p.R = c.R; p.P = c.P;
     p.causal = c.causal; p.window = c.window; p.sinks = c.sinks; p.bounded = c.bounded; p.threads = 1; p.splits = 1;
@@ -125,19 +125,19 @@ static void run(const Case &c) {
     for (int i = 0; i < 4; i++) p.cq_stride[i] = p.rq_stride[i] = q_stride[i], p.ck_stride[i] = p.rk_stride[i] = k_stride[i];
     p.q = x.q.data(); p.k = x.k.data(); p.v = x.v.data(); p.c_q = x.cq.data(); p.c_k = x.ck.data();
     p.rate_q = x.rq.data(); p.rate_k = x.rk.data(); p.probe_q = x.pq.data(); p.probe_k = x.pk.data(); p.path_rate = x.pr.data();
-    p.documents = c.docs ? x.doc.data() : nullptr; p.padding = c.pads ? x.pad.data() : nullptr;
+    p.documents = c.docs ? x.doc.data() : nullptr; p.key_padding = c.pads ? x.pad.data() : nullptr;
     p.out = out.data(); p.lse = lse.data(); p.norms = norms.data(); p.work = work.data();
     p.key_norm = norm.data(); p.slope_range = range.data();
     grape_forward(&p);
     p.d_out = x.d_out.data(); p.d_lse = x.d_lse.data(); p.d_q = d_q.data(); p.d_k = d_k.data(); p.d_v = d_v.data();
-    p.d_cq = d_cq.data(); p.d_ck = d_ck.data(); p.d_rate_q = d_rq.data(); p.d_rate_k = d_rk.data();
+    p.d_c_q = d_c_q.data(); p.d_c_k = d_c_k.data(); p.d_rate_q = d_rq.data(); p.d_rate_k = d_rk.data();
     p.d_probe_q = d_pq.data(); p.d_probe_k = d_pk.data(); p.d_path_rate = d_pr.data();
     grape_backward(&p);
     Vec want(rows * c.Dv);
     loss(x, &want);
     for (size_t i = 0; i < want.size(); i++) close("out", out[i], want[i], 0.1);
     along(x, x.q, d_q, "d_q"); along(x, x.k, d_k, "d_k"); along(x, x.v, d_v, "d_v");
-    along(x, x.cq, d_cq, "d_cq"); along(x, x.ck, d_ck, "d_ck"); along(x, x.rq, d_rq, "d_rate_q"); along(x, x.rk, d_rk, "d_rate_k");
+    along(x, x.cq, d_c_q, "d_c_q"); along(x, x.ck, d_c_k, "d_c_k"); along(x, x.rq, d_rq, "d_rate_q"); along(x, x.rk, d_rk, "d_rate_k");
     if (c.P && c.H == c.HP) {
         along(x, x.pq, d_pq, "d_probe_q"); along(x, x.pk, d_pk, "d_probe_k");
         Vec sum(c.H);

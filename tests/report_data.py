@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grape_pe.lab.pictures import picture
+from grape_pe.lab.inspect.figure_data import picture
 from grape_pe.models import Decoder, DecoderConfig
 
 TRAIN_LENGTH = 256
@@ -79,7 +79,8 @@ def write_run(directory: Path, arm: dict[str, Any], index: int, seed: int, drawn
         "label": arm["label"], "encoding": arm["encoding"], "kv_shift": arm["kv_shift"], "seed": seed,
         "parameters": 1_310_720, "train_length": TRAIN_LENGTH, "val_loss": final,
         "by_position": _positions(final, growth, rng),
-        "extrapolation": _stretches(final, growth),
+        "extrapolation": _lengths(final, growth, rng),
+        "budgets": _budgets(final, index, rng), "lr": 3e-3, "sweep": _sweep(final, index),
         "tokens_per_second": 9000 - 500 * index + rng.gauss(0, 80), "peak_memory_bytes": 9e8 + 4e7 * index,
         "seconds": 170.0,
     }  # fmt: skip
@@ -103,12 +104,34 @@ def _positions(final: float, growth: float, rng: random.Random) -> dict[str, lis
     return {"position": at, "loss": loss}
 
 
-def _stretches(final: float, growth: float) -> list[dict[str, Any]]:
+def _budgets(final: float, index: int, rng: random.Random) -> list[dict[str, Any]]:
+    """The gaps between arms are twice as large at 1M tokens as at 8M."""
+    early = {
+        n: final + 0.3 * k - 0.012 * index * k + rng.gauss(0, 0.004) for k, n in ((3, 1), (2, 2), (1, 4))
+    }
+    return [
+        *({"tokens": n * 2**20, "loss": loss} for n, loss in early.items()),
+        {"tokens": 2**23, "loss": final},
+    ]
+
+
+def _sweep(final: float, index: int) -> list[dict[str, Any]]:
+    """The first arm is best at the edge."""
+    rates = (1e-3, 3e-3, 1e-2)
+    best = 2 if index == 0 else 1
+    return [{"lr": lr, "loss": final + 0.1 * abs(i - best)} for i, lr in enumerate(rates)]
+
+
+def _lengths(final: float, growth: float, rng: random.Random) -> list[dict[str, Any]]:
+    texts = [random.Random(i).gauss(0, 0.3) for i in range(16)]
     out = []
     for times in (1, 2, 4, 8, 16):
         for window in (None, TRAIN_LENGTH):
             loss = final + (growth if window is None else 0.1 * growth) * math.log2(times)
-            out.append({"length": TRAIN_LENGTH * times, "window": window, "loss": loss, "tokens": 8192})
+            each = [loss + shift + rng.gauss(0, 0.02) for shift in texts]
+            out.append(
+                {"length": TRAIN_LENGTH * times, "window": window, "loss": sum(each) / 16, "stretches": each}
+            )
     return out
 
 

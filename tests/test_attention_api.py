@@ -51,7 +51,16 @@ def test_auto_on_cpu(monkeypatch):
 def test_attend_is_a_plain_function():
     assert inspect.isfunction(attend)
     assert inspect.getdoc(attend).startswith("Attention with a bias: softmax(scale * q k^T + bias) v")
-    assert list(inspect.signature(attend).parameters)[:4] == ["q", "k", "v", "bias"]
+    signature = inspect.signature(attend)
+    assert list(signature.parameters)[:4] == ["q", "k", "v", "bias"]
+    assert signature.return_annotation == torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def test_an_unknown_option_is_an_error():
+    _, qkv = tensors()
+    for function in (attend, attend.explain):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dropout'"):
+            function(*qkv, dropout=0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,23 @@ from attention_cases import one_thread  # noqa: F401
 from grape_pe import cli
 from grape_pe.commands import bench
 
-SMALL = ["--lengths", "96", "--rounds", "2", "--heads", "2", "--width", "16"]
+SMALL = ["--lengths", "96", "--small", "48", "--rounds", "2", "--heads", "2", "--width", "16"]
 
 
 def test_a_small_run(tmp_path, capsys):
     out = tmp_path / "deep" / "b.json"
     arguments = ["--encodings", "alibi", "grape-ap", "--memory-length", "128", "--json", str(out)]
     assert cli.main(["bench", "attention", *SMALL, *arguments]) == 0
-    assert "| alibi | 96 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| alibi | 96 |" in shown and "| one small call |" in shown and "| alibi | 48 |" in shown
     report = json.loads(out.read_text())
     assert report["machine"]["threads"] == 1
-    assert [row["encoding"] for row in report["rows"]] == ["alibi", "grape-ap"]
+    rows = [(row["encoding"], row["length"]) for row in report["rows"]]
+    assert rows == [(name, length) for name in ("alibi", "grape-ap") for length in (48, 96)]
     for row in report["rows"]:
         assert set(row["both"]) == {"sdpa", "pruned", "unpruned", "mask"}
         assert all(len(times) == 2 for times in row["both"].values())
-        assert row["peak_bytes"] >= 0
+        assert row["length"] == 48 or row["peak_bytes"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from attention_cases import BIASES, SLOPES, cast, compare, evaluate, inputs, one_thread, rounded  # noqa: F401
 from grape_pe.attention import attend, flex
-from grape_pe.attention.flex import _captured, _score_mod, _visible
+from grape_pe.attention.flex import _score_mod, _slopes, _visible
 from grape_pe.attention.masks import Masks
 
 ALL = {
@@ -67,7 +67,7 @@ def test_score_mod_is_the_bias():
     """The functions handed to FlexAttention, called pair by pair: no compiler needed."""
     i = inputs(12, 7)
     bias = BIASES["terms"](i)
-    score_mod, dense = _score_mod(bias, i["q"], i["k"]), bias.dense()
+    score_mod, dense = _score_mod(_slopes(bias), i["q"], i["k"], 5), bias.dense()
     for b, h, row, j in ((0, 0, 0, 0), (1, 3, 6, 11), (1, 2, 3, 5)):
         index = (torch.tensor(x) for x in (b, h, row, j))
         torch.testing.assert_close(
@@ -91,6 +91,10 @@ def test_mask_mod_is_the_mask():
 def test_coordinates_keep_the_digits_of_float64():
     i = inputs(4)
     bias = BIASES["fox"]({**i, "c_q": i["c_q"] + 1e6, "c_k": i["c_k"] + 1e6})
-    high_q, low_q, high_k, low_k, *_ = _captured(bias.terms[0], i["q"], i["k"])
-    apart = (high_k[..., 0] - high_q[..., 3]) + (low_k[..., 0] - low_q[..., 3])
+    score = _slopes(bias)
+    assert all(x.dtype == torch.float32 for x in score.tensors().values())
+    query, key = (
+        {name: x[..., at] for name, x in side.items()} for side, at in ((score.query, 3), (score.key, 0))
+    )
+    apart = score.function(None, None, {**query, "rate0": 1.0}, key)
     torch.testing.assert_close(apart.double(), i["c_k"][..., 0] - i["c_q"][..., 3], atol=1e-6, rtol=1e-6)

@@ -107,14 +107,32 @@ def test_exports():
     torch.testing.assert_close(program.module()(i), Layer("slope+path")(i))
 
 
-@pytest.mark.parametrize("impl", ("cpu", "sdpa"))
-def test_a_second_derivative_is_refused_by_kernels(impl):
+KERNEL_REFUSES = "no second derivative by its fused kernels; use impl='reference'"
+
+
+@pytest.mark.parametrize("impl, words", [("cpu", KERNEL_REFUSES), ("sdpa", "derivative")])
+def test_a_second_derivative_is_refused_by_kernels(impl, words):
     if impl == "cpu" and not native.available():
         pytest.skip(str(native.why_not()))
     q = torch.randn(1, 2, 5, 4, requires_grad=True)
     (first,) = torch.autograd.grad(attend(q, q, q, impl=impl).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="derivative"):
+    with pytest.raises(RuntimeError, match=words):
         first.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ("none", "a-q"))
+def test_a_small_hessian_in_float64_by_auto(kind):
+    i = inputs(5, batch=1, heads=2, kv_heads=1, width=3, value_width=3)
+    bias = BIASES[kind](i)
+
+    def loss(q: torch.Tensor, impl: str) -> torch.Tensor:
+        return attend(q, i["k"], i["v"], bias=bias, impl=impl).square().sum()
+
+    got, want = (
+        torch.autograd.functional.hessian(lambda q, impl=impl: loss(q, impl), i["q"])
+        for impl in ("auto", "reference")
+    )
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("impl", ("reference", "blocks"))

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from grape_pe.hf import GrapeConfig, GrapeForCausalLM, export
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.pictures import picture
+from grape_pe.lab.inspect.figure_data import picture
 from grape_pe.models import Decoder, DecoderConfig, load_decoder, save_decoder
 from grape_pe.testing import TOL
 from test_hf_generate import MODES, generated, same

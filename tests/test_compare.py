@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from grape_pe.cli import main
-from grape_pe.lab.arm_run import run_job
-from grape_pe.lab.arms import Arm, split_arms
-from grape_pe.lab.compare import compare
-from grape_pe.lab.comparison import jobs, join_directory, load_comparison
+from grape_pe.lab.compare.arms import Arm
+from grape_pe.lab.compare.comparison import jobs, join_directory, load_comparison
+from grape_pe.lab.compare.job import run_job
+from grape_pe.lab.compare.run import compare
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.optimization import initialise
 from grape_pe.lab.report import read_results, table
+from grape_pe.lab.train.optimization import initialise
+from grape_pe.lab.written import split_names
 from grape_pe.models import Decoder
 
 TINY = {
@@ -53,10 +54,11 @@ def tiny(corpus: Path, **more):
     return load_comparison("demo", overrides=settings, **more).model_copy(update={"evaluation_tokens": 512})
 
 
-def losses(root: Path) -> list[tuple[str, int, float]]:
+def losses(root: Path) -> list[tuple[str, int, float, object]]:
     """What the final table is made of, without times."""
     found = [json.loads(line) for line in (root / "results.jsonl").read_text().splitlines()]
-    return [(each["label"], each["seed"], each["val_loss"], each["extrapolation"]) for each in found]
+    rest = ("extrapolation", "budgets", "lr", "sweep")
+    return [(each["label"], each["seed"], each["val_loss"], [each[k] for k in rest]) for each in found]
 
 
 def test_a_comparison_ends_with_a_table_and_a_report(corpus, tmp_path):
@@ -117,18 +119,42 @@ def test_what_cannot_be_compared_is_said_at_once(arguments, said):
 def test_arms_are_written_with_their_options():
     text = "rope, fox[forget_bias=4]+kv,alibi[slopes=[0.7, 0.7, 0.7, 0.7]],alibi[slopes=0.69]"
     text += ",rope+fox[forget_bias=2]"
-    arms = [Arm.parse(each) for each in split_arms(text)]
+    arms = [Arm.parse(each) for each in split_names(text)]
     assert [(arm.encoding, arm.options, arm.kv_shift) for arm in arms] == [
         ("rope", {}, False), ("fox", {"forget_bias": 4}, True), ("alibi", {"slopes": [0.7] * 4}, False),
         ("alibi", {"slopes": 0.69}, False), ("rope+fox", {"forget_bias": 2}, False),
     ]  # fmt: skip
-    comparison = load_comparison("demo", arms=split_arms(text))
+    comparison = load_comparison("demo", arms=split_names(text))
     labels = [job.directory(Path("out")).name for job in jobs(comparison)]
     assert labels[1] == "fox[forget_bias=4]+kv-s0"
     configs = [job.config(comparison).model for job in jobs(comparison)]
     assert configs[1].encoding_options == {"forget_bias": 4} and configs[1].kv_shift
     same = configs[3].decoder(64).build_encoding()
     assert same.slopes.tolist() == pytest.approx([0.69] * 4)  # the same slope in every head
+
+
+def test_arms_have_encodings_by_layer(corpus, tmp_path):
+    arm = Arm.parse("[grape-m@w16,grape-a-qk]+kv")
+    assert arm.encoding == ["grape-m@w16", "grape-a-qk"] and arm.kv_shift
+    assert arm == Arm(encoding=["grape-m@w16", "grape-a-qk"], kv_shift=True)
+    assert split_names("rope,[grape-m@w16,grape-a-qk]") == ["rope", "[grape-m@w16,grape-a-qk]"]
+    mixed = {"label": "mixed", "encoding": ["rope", "alibi"], "model": {"window": [8, None]}}
+    comparison = tiny(corpus, arms=["[rope@w16,fox]", mixed], settings={"model.layers": 2})
+    config = next(iter(jobs(comparison))).config(comparison).model.decoder(64)
+    assert [(each.encoding, each.window) for each in config.by_layer] == [("rope", 16), ("fox", None)]
+    compare(comparison, tmp_path / "out", quiet=True)
+    assert [label for label, *_ in losses(tmp_path / "out")] == ["[rope@w16,fox]", "mixed"]
+    assert "[rope@w16,fox]" in table(read_results([tmp_path / "out"]))
+
+
+def test_a_comparison_prints_its_note_and_shipped_results(corpus, tmp_path, monkeypatch, capsys):
+    shipped = Path(__file__).parent.parent / "docs" / "assets" / "results-small.jsonl"
+    monkeypatch.setattr("grape_pe.lab.config.shipped_evidence", lambda name: shipped)
+    settings = [x for key, value in {**TINY, "data.source": corpus}.items() for x in (f"--{key}", str(value))]
+    assert main(["compare", "demo", "--encodings", "rope", "--out", str(tmp_path / "out"), *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "How little this shows" in printed
+    assert "Shipped results of grape compare small" in printed and "grape-a-qk" in printed
 
 
 def test_arms_in_files_set_more_than_the_encoding(tmp_path):
@@ -190,7 +216,7 @@ def test_settings_of_probes_on_the_command_line(tmp_path, monkeypatch, capsys):
         told.append(comparison)
         raise LabError("enough")
 
-    monkeypatch.setattr("grape_pe.lab.compare.compare", caught)
+    monkeypatch.setattr("grape_pe.lab.compare.run.compare", caught)
     out = ["--out", str(tmp_path / "out")]
     assert main(["compare", "flip-flop", "--train.steps", "10000", *out]) == 2
     assert main(["compare", "demo", "--tasks", "copy", "--probe.train.steps", "300", *out]) == 2
@@ -209,7 +235,7 @@ def test_a_second_comparison_in_one_directory_waits_its_turn(corpus, tmp_path, c
 
 
 def locked_directory(path: Path):
-    from grape_pe.lab.run_directory import locked
+    from grape_pe.lab.files import locked
 
     path.mkdir()
     return locked(path)
@@ -219,12 +245,12 @@ def test_the_evaluation_runs_where_the_model_trains(monkeypatch, tmp_path):
     """The model goes to the device of the process; here one that computes nothing."""
     model = Decoder(load("demo").model.decoder(64))
     seen = []
-    monkeypatch.setattr("grape_pe.lab.arm_run.train", lambda *_args, **_more: SimpleNamespace(signal=0))
-    monkeypatch.setattr("grape_pe.lab.arm_run.load_model", lambda _: model)
-    monkeypatch.setattr("grape_pe.lab.arm_run.default_device", lambda: torch.device("meta"))
-    monkeypatch.setattr("grape_pe.lab.arm_run._write", lambda *_: None)
+    monkeypatch.setattr("grape_pe.lab.compare.job.train", lambda *_args, **_more: SimpleNamespace(signal=0))
+    monkeypatch.setattr("grape_pe.lab.compare.job.load_model", lambda _: model)
+    monkeypatch.setattr("grape_pe.lab.compare.job.default_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("grape_pe.lab.compare.job._write", lambda *_: None)
     kept = lambda _job, _comparison, model: seen.append(model.head.device.type) or {}  # noqa: E731
-    monkeypatch.setattr("grape_pe.lab.arm_run._task_scores", kept)
+    monkeypatch.setattr("grape_pe.lab.compare.job._task_scores", kept)
     comparison = load_comparison("flip-flop")
     assert run_job(next(iter(jobs(comparison))), comparison, tmp_path) == 0
     assert seen == ["meta"]
@@ -271,18 +297,22 @@ def command(corpus: Path, out: Path) -> list[str]:
     return [*start, "--jobs", "2", "--quiet", "--out", str(out), *options]
 
 
+SWEPT = ["--sweep", "train.lr=1e-3,1e-2", "--budgets", "640,1280", "--train.schedule", "wsd"]
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment_it_ends_with_the_same_table(corpus, tmp_path):
-    subprocess.run(command(corpus, tmp_path / "whole"), check=True, capture_output=True)
+@pytest.mark.parametrize("more", [[], SWEPT], ids=["plain", "sweep and budgets"])
+def test_killed_at_any_moment_it_ends_with_the_same_table(corpus, tmp_path, more):
+    subprocess.run(command(corpus, tmp_path / "whole") + more, check=True, capture_output=True)
     dice = random.Random(0)
     for _ in range(8):
         running = subprocess.Popen(
-            command(corpus, tmp_path / "killed"),
+            command(corpus, tmp_path / "killed") + more,
             start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         time.sleep(dice.uniform(3.0, 14.0))
         os.kill(running.pid, signal.SIGKILL)  # its workers die with it
         running.wait()
         time.sleep(0.5)
-    subprocess.run(command(corpus, tmp_path / "killed"), check=True, capture_output=True)
+    subprocess.run(command(corpus, tmp_path / "killed") + more, check=True, capture_output=True)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

@@ -17,6 +17,7 @@ pytest.importorskip("pyarrow")
 
 from data_cases import KINDS, OPTIONS, TEXTS, documents_of, files_of, jsonl_files, parquet_file, text_files
 from grape_pe.lab.data import adopt, builtin, load_tokenizer, open_dataset, open_source, prepare, verify
+from grape_pe.lab.data.splitting import held_out, without_repeats
 from grape_pe.lab.errors import LabError
 
 sources = sys.modules[open_source.__module__]
@@ -83,7 +84,10 @@ def test_one_preparation_at_a_time(tmp_path: Path) -> None:
     from filelock import FileLock
 
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out/.lock"), pytest.raises(LabError, match="another process is preparing"):
+    with (
+        FileLock(tmp_path / "out/.lock"),
+        pytest.raises(LabError, match="is being written by another process"),
+    ):
         prepare(open_source(__file__), tmp_path / "out", **OPTIONS)
 
 
@@ -167,7 +171,6 @@ def test_the_share_held_out_is_the_one_asked_for(size: int, share: float, tmp_pa
 
 
 def test_many_documents_keep_the_share() -> None:
-    held_out = sys.modules[prepare.__module__]._held_out
     for share in (0.005, 0.03, 0.4):
         found = [held_out(number, share) for number in range(20_000)]
         assert found[0] and sum(found) / len(found) == pytest.approx(share, rel=0.15)
@@ -222,7 +225,7 @@ def test_adopt(tmp_path: Path) -> None:
 
 def test_builtin_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPE_DATA", str(tmp_path))
-    monkeypatch.setattr(sys.modules[sources.python_documents.__module__], "MAX_CHARACTERS", 600_000)
+    monkeypatch.setattr(sys.modules[sources.builtin_documents.__module__], "MAX_CHARACTERS", 600_000)
     children = [
         multiprocessing.get_context("fork").Process(target=builtin, args=(None, "bytes")) for _ in range(2)
     ]
@@ -239,3 +242,25 @@ def test_builtin_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     dataset = open_dataset(out)
     assert 600_000 <= sum(dataset.tokens(split) for split in ("train", "val")) < 1_000_000
     assert "yield" in load_tokenizer(out).decode(np.concatenate(documents_of(out, "train")).astype(int))
+
+
+def test_what_is_held_out_does_not_repeat_the_rest() -> None:
+    shared = ["def f(x):", "    return x", "# the end"]
+    long = "a line that is long enough to be recognised anywhere else in the text"
+    training = "\n".join(["first", *shared, "last", long])
+    held = "\n".join(["mine", "  " + shared[0], "", *shared[1:], "return x", "yours", long, "ours"])
+    texts, numbers = without_repeats([training, held, long, "alone"], [False, True, True, True])
+    assert texts == [training, "mine\n\nreturn x\nyours\nours", "alone"]  # short lines alone may repeat
+    assert numbers == {1, 2}
+
+
+def test_builtin_text_has_no_document_in_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[sources.builtin_documents.__module__], "MAX_CHARACTERS", 3_000_000)
+    source = open_source("builtin")
+    chosen = source.hold_out(0.1)
+    documents = list(source.documents())
+    held = [text for number, text in enumerate(documents) if chosen(number)]
+    rest = [text for number, text in enumerate(documents) if not chosen(number)]
+    assert len(set(documents)) == len(documents) and 0.05 < len(held) / len(documents) < 0.15
+    lines = {line.strip() for text in rest for line in text.split("\n")}
+    assert not [x for text in held for x in text.split("\n") if len(x.strip()) >= 50 and x.strip() in lines]

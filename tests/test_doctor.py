@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grape_pe import cli
-from grape_pe.attention.gpu import child, verdict
+from grape_pe.attention.gpu import child, store, verdict
 from grape_pe.attention.gpu.child import Verdict
 from grape_pe.commands import doctor
 from grape_pe.commands.doctor import checks, machine, text
@@ -146,7 +146,7 @@ def test_triton_on_a_gpu_is_checked_in_a_child(monkeypatch: pytest.MonkeyPatch):
     problem = checks.Problem("triton", "cuda:1", "bfloat16", 48, 64, "path", ("window", "causal"))
     for level, again in (("quick", False), ("normal", True)):
         assert checks._verdict(problem, checks.plan("cuda:1", level)) is GOOD
-        case = verdict.Case("bfloat16", 64, 64, "path", ("causal", "window"))
+        case = store.Case("bfloat16", 64, 64, "path", ("causal", "window"))
         assert asked.pop() == (torch.device("cuda:1"), case, {"again": again})
 
 
@@ -231,6 +231,6 @@ def test_gpus_are_shown(quick: tuple[str, dict[str, Any]]):
 
 def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """It is said before the checks, which take minutes."""
-    monkeypatch.setattr(doctor, "examine", lambda level: pytest.fail("ran the checks first"))
+    monkeypatch.setattr(doctor, "examine", lambda *_: pytest.fail("ran the checks first"))
     assert cli.main(["doctor", "--json", "--out", "/no/such/folder/x.json"]) == 2
     assert "--out /no/such/folder/x.json cannot be written" in capsys.readouterr().err

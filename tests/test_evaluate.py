@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grape_pe.cli import main
 from grape_pe.hf import GrapeConfig, GrapeForCausalLM
-from grape_pe.lab import evaluate as lab
 from grape_pe.lab.errors import LabError
+from grape_pe.lab.evaluate import benchmarks as lab
 
 TASK = """
 task: {name}

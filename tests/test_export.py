@@ -126,6 +126,8 @@ def test_loads_without_this_package(tmp_path):
         ({"encoding": "grape-m-ctx"}, "no stock form"),
         ({"encoding": "grape-m-basis", "qk_norm": True}, "behind a QK norm"),
         ({"qk_norm": "after"}, "no stock form"),
+        ({"output_norm": True}, "output_norm has no stock form"),
+        ({"output_gate": True}, "output_gate has no stock form"),
         ({"kv_shift": True}, "KV-shift"),
     ],
 )

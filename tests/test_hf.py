@@ -459,11 +459,12 @@ def test_masks_of_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize("qk_norm", [True, False, "after"])
-def test_the_place_of_the_norm_is_saved(tmp_path, qk_norm):
-    model = small("rope", qk_norm=qk_norm)
+def test_options_of_the_layer_are_saved(tmp_path, qk_norm):
+    model = small("rope", qk_norm=qk_norm, output_norm=True, output_gate=qk_norm is True)
     model.save_pretrained(tmp_path)
     back = GrapeForCausalLM.from_pretrained(tmp_path)
     assert back.config.qk_norm == qk_norm and back.model.layers[0].self_attn.qk_norm == qk_norm
+    assert (back.model.layers[0].self_attn.g_proj is not None) == (qk_norm is True)
     torch.testing.assert_close(back.eval()(tokens()).logits, model.eval()(tokens()).logits)
 
 
@@ -472,3 +473,10 @@ def test_auto_config_round_trip(tmp_path):
     back = AutoConfig.from_pretrained(tmp_path)
     assert back.encoding_options == {"probe_dim": 4} and back.kv_shift
     assert back.to_decoder() == DecoderConfig.from_hf(back.to_decoder().to_hf())
+
+
+def test_a_configuration_of_an_earlier_version_loads():
+    saved = config("rope").to_decoder().to_hf()
+    for name in ("output_norm", "output_gate"):
+        del saved[name]
+    assert DecoderConfig.from_hf(saved) == config("rope").to_decoder()

@@ -16,8 +16,8 @@ from grape_pe.commands.errors import CommandError
 from grape_pe.encodings.additive import alibi_slopes
 from grape_pe.encodings.base import Encoded, Encoding
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.inspect import inspect, inspect_layer
-from grape_pe.lab.observe import attention_reach, bias_reach, observe, observe_encoding
+from grape_pe.lab.inspect.capture import attention_reach, bias_reach, observe, observe_encoding
+from grape_pe.lab.inspect.inspection import inspect, inspect_layer
 from grape_pe.models import save_decoder
 from report_data import make_model
 

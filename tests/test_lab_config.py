@@ -28,8 +28,8 @@ from grape_pe.lab.config import (
     validated,
 )
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.estimate import flops_per_token
-from grape_pe.lab.optimization import adamw, initialise, learning_rate
+from grape_pe.lab.train.estimate import flops_per_token
+from grape_pe.lab.train.optimization import adamw, initialise, learning_rate
 from grape_pe.models import Decoder
 
 ENCODINGS = grape.names()

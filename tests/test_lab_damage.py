@@ -61,7 +61,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["train", "recipe.yaml", "--out", "run", "--quiet"]) == 0
         shutil.copytree(home / "run", home / "begun")
         shutil.rmtree(home / "begun/final")
-        tick.setattr("grape_pe.lab.compare.run_side_by_side", _in_this_process)
+        tick.setattr("grape_pe.lab.compare.run.run_side_by_side", _in_this_process)
         assert main(["compare", "comparison.yaml", "--out", "results", "--quiet", "--jobs", "1"]) == 0
     finally:
         os.chdir(before)
@@ -173,7 +173,7 @@ def test_a_damaged_file_is_a_sentence(case, file, how, home, tmp_path, monkeypat
     copy = Path(shutil.copytree(home, tmp_path / "home"))
     monkeypatch.chdir(copy)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("grape_pe.lab.compare.run_side_by_side", _in_this_process)
+    monkeypatch.setattr("grape_pe.lab.compare.run.run_side_by_side", _in_this_process)
     damage(copy / file, how)
     before = contents(copy)
     capsys.readouterr()

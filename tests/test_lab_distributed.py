@@ -15,12 +15,12 @@ import torch
 
 pytest.importorskip("pydantic")
 
-from grape_pe.lab.checkpoint import Checkpoints, Progress
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.metrics import read_metrics
-from grape_pe.lab.trainer import train
-from grape_pe.lab.world import World, check_split
+from grape_pe.lab.train.checkpoint import Checkpoints, TrainingState
+from grape_pe.lab.train.distributed import World, check_split
+from grape_pe.lab.train.metrics import read_metrics
+from grape_pe.lab.train.trainer import train
 from lab_runs import grape, start, tiny_config, tiny_data, words
 
 TOLERANCE = 1e-5
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_shown_when_every_rank_has_written(tmp_path: Path, monke
     monkeypatch.setattr(World, "agree", lambda _self, problem: None)
     model = torch.nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path, 2, World(0, 2))
-    checkpoints.save(model, torch.optim.AdamW(model.parameters()), Progress(20))
+    checkpoints.save(model, torch.optim.AdamW(model.parameters()), TrainingState(20))
     assert not checkpoints.written
     writing.set_result(None)
     assert checkpoints.written

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from grape_pe.lab.metrics import read_metrics
-from grape_pe.lab.trainer import train
+from grape_pe.lab.train.metrics import read_metrics
+from grape_pe.lab.train.trainer import train
 from lab_runs import Running, grape, start, tiny_data, words
 
 STEPS = 16

@@ -15,9 +15,9 @@ pytest.importorskip("pydantic")
 from grape_pe.cli import main
 from grape_pe.lab.data import load_tokenizer
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.final import load_model, tokenizer_directory
-from grape_pe.lab.sampling import sample_tokens
-from grape_pe.lab.trainer import train
+from grape_pe.lab.evaluate.sampling import sample_tokens
+from grape_pe.lab.train.saved_model import load_model, tokenizer_directory
+from grape_pe.lab.train.trainer import train
 from lab_runs import tiny_config, tiny_data
 
 
@@ -58,7 +58,7 @@ def test_temperature_zero_is_the_likeliest_token_of_a_full_forward(run: Path) ->
 
 def test_samples_follow_the_probabilities() -> None:
     """One token drawn often: its frequencies are the softmax, cut at top_p."""
-    from grape_pe.lab.sampling import _draw
+    from grape_pe.lab.evaluate.sampling import _draw
 
     logits = torch.tensor([2.0, 1.0, 0.0, -8.0])
     dice = torch.Generator().manual_seed(0)

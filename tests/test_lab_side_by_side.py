@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from grape_pe.lab import side_by_side
+from grape_pe.lab.compare import processes as side_by_side
+from grape_pe.lab.compare.processes import Task, run_side_by_side
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.side_by_side import Task, run_side_by_side
-from grape_pe.lab.stopping import StopSignals
+from grape_pe.lab.train.signals import StopSignals
 
 
 def note(place: int, path: Path) -> int:
@@ -78,7 +78,7 @@ INTERRUPTED = """
 import signal
 import sys
 from pathlib import Path
-from grape_pe.lab.side_by_side import Task, run_side_by_side
+from grape_pe.lab.compare.processes import Task, run_side_by_side
 from test_lab_side_by_side import save_when_asked
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ import torch
 pytest.importorskip("pydantic")
 
 from grape_pe.lab.config import load
-from grape_pe.lab.feed import open_feed, vocabulary
-from grape_pe.lab.metrics import ProgressLine, read_metrics
-from grape_pe.lab.optimization import initialise, learning_rate
-from grape_pe.lab.summaries import encoding_summary
-from grape_pe.lab.trainer import Trainer, train
-from grape_pe.lab.world import World
+from grape_pe.lab.progress import ProgressLine
+from grape_pe.lab.train.distributed import World
+from grape_pe.lab.train.encoding_metrics import encoding_summary
+from grape_pe.lab.train.feed import open_feed, vocabulary
+from grape_pe.lab.train.metrics import read_metrics
+from grape_pe.lab.train.optimization import initialise, learning_rate
+from grape_pe.lab.train.trainer import Trainer, train
 from grape_pe.models import Decoder, load_decoder
 from lab_runs import tiny_config, tiny_data
 
@@ -190,7 +191,7 @@ def test_a_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_vocabulary_is_known_without_preparing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grape_pe.lab.feed.builtin", lambda **_: pytest.fail("prepared the corpus"))
+    monkeypatch.setattr("grape_pe.lab.train.feed.builtin", lambda **_: pytest.fail("prepared the corpus"))
     assert vocabulary(load("small", {"data.tokenizer": "bpe-2048"})) == 2048
     assert vocabulary(load("paper-medium")) == 50304
     assert vocabulary(tiny_config(data)) == 257

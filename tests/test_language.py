@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import grape_pe as grape
 from grape_pe.attention import attend
-from grape_pe.lab import language
 from grape_pe.lab.data.batches import Batch
 from grape_pe.lab.errors import LabError
-from grape_pe.lab.language import evaluate_language, stream_losses, token_losses, validation_loss
+from grape_pe.lab.evaluate import lengths as language
+from grape_pe.lab.evaluate.lengths import evaluate_language, stream_losses, token_losses, validation_loss
 from grape_pe.models import Decoder, DecoderConfig
 from grape_pe.testing import TOL
 
@@ -166,6 +166,8 @@ def test_evaluation_reads_the_same_text_at_every_length():
     assert entry["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
     assert entry["tail_loss"] == pytest.approx(float(losses[:, -8:].mean()), rel=1e-5)
     assert entry["perplexity"] == pytest.approx(math.exp(entry["loss"]))
+    each = [float(full_losses(model, one.unfold(0, 17, 16)).double().mean()) for one in text]
+    assert entry["stretches"] == pytest.approx(each, rel=1e-5) and len(each) == 2
     assert entries[8, None]["loss"] == entries[8, 8]["loss"]
     assert entries[32, None]["loss"] != entries[32, 8]["loss"]
 
@@ -206,7 +208,7 @@ def test_what_cannot_be_measured_has_a_reason(monkeypatch):
     found = evaluate_language(model, tokens, 8, factors=(1, 2), tokens=16)["extrapolation"]
     assert found[3] == {
         "length": 16, "window": 8, "loss": None, "perplexity": None, "tail_loss": None, "tokens": 0,
-        "reason": "no windows here",
+        "stretches": [], "reason": "no windows here",
     }  # fmt: skip
 
 

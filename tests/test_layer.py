@@ -141,6 +141,39 @@ def test_norm_after_refuses_what_needs_the_law():
         made("rope", qk_norm="behind")
 
 
+def test_norm_after_refuses_a_running_phase_over_documents():
+    x, documents = inputs(), torch.tensor([0] * 5 + [1] * 8)
+    with pytest.raises(ValueError, match="packed documents need the exact relative law"):
+        made("grape-m-ctx", qk_norm="after")(x, documents=documents)
+    layer = made("rope", qk_norm="after")  # positions begin again: exact
+    close(layer(x, documents=documents)[:, 5:], layer(x[:, 5:]))
+
+
+@pytest.mark.parametrize("norm, gate", [(True, False), (False, True), (True, True)])
+def test_output_norm_and_gate_are_their_formula(norm, gate):
+    """Each head's output over its root mean square, times its weight, times sigmoid(W x); then the projection."""
+    layer, x = made("rope+fox", output_norm=norm, output_gate=gate), inputs()
+    plain = copy.deepcopy(layer)
+    plain.o_norm = plain.g_proj = None
+    plain.o_proj = torch.nn.Identity()
+    read = plain(x)
+    want = torch.empty_like(read)
+    for h in range(4):
+        part = slice(8 * h, 8 * h + 8)
+        want[..., part] = read[..., part]
+        if norm:
+            size = (read[..., part].pow(2).sum(-1, keepdim=True) / 8 + 1e-5).sqrt()
+            want[..., part] = read[..., part] / size * layer.o_norm.weight
+        if gate:
+            want[..., part] *= 1 / (1 + torch.exp(-x @ layer.g_proj.weight[part].T))
+    close(layer(x), want @ layer.o_proj.weight.T)
+    with torch.no_grad():
+        for cuts in CUTS:
+            close(stream(layer, x, cuts), layer(x))
+    layer(x).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in layer.parameters())
+
+
 @pytest.mark.parametrize("qk_norm", [True, "after"])
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_is_uncached(name, qk_norm):

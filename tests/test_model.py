@@ -264,6 +264,21 @@ def test_cross_entropy_is_torchs(chunk, monkeypatch):
         close(a, b, torch.float32)
 
 
+def test_rows_without_a_target_are_not_computed(monkeypatch):
+    from grape_pe.models import loss
+
+    seen = []
+    dense = loss._dense
+    monkeypatch.setattr(
+        loss, "_dense", lambda hidden, *more: seen.append(len(hidden)) or dense(hidden, *more)
+    )
+    hidden = torch.randn(6, 8, requires_grad=True)
+    targets = torch.tensor([-100, 3, -100, -100, 1, -100])
+    cross_entropy(hidden, torch.randn(5, 8), targets).backward()
+    assert seen == [2]
+    assert hidden.grad[targets < 0].abs().sum() == 0 and (hidden.grad[targets >= 0].abs().sum(1) > 0).all()
+
+
 def test_cross_entropy_of_nothing_is_zero_and_op_is_sound():
     from grape_pe.models.loss import _chunked
 

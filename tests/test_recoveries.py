@@ -293,11 +293,17 @@ def test_path_integral_is_its_sum(rotation: str, link: str, unit: bool | None):
                 assert abs(got[0, h, t, j] - want) < EXACT
 
 
-def test_path_attention_is_the_product_of_its_factors():
+@pytest.mark.parametrize("conv", [0, 3])
+def test_path_attention_is_the_product_of_its_factors(conv: int):
     torch.manual_seed(0)
-    enc = grape.build("path", conv=0, kv_heads=2, **SHAPE).double()
+    enc = grape.build("path", conv=conv, kv_heads=2, **SHAPE).double()
     data = testing.sample(enc, batch=1, tokens=6)
-    w = F.normalize(enc.up(enc.down(data.x)).view(6, 2, 16), dim=-1)
+    features = enc.up(enc.down(data.x))[0]
+    if conv:  # depthwise and causal, then SiLU
+        taps, before = enc.conv.weight[:, 0], F.pad(features, (0, 0, 2, 0))
+        features = sum(taps[:, i] * before[i : i + 6] for i in range(3))
+        features = features * torch.sigmoid(features)
+    w = F.normalize(features.view(6, 2, 16), dim=-1)
     beta = 2 * torch.sigmoid(enc.strength(data.x))[0]
     got = testing.scores(enc, data)
     for h, t, j in ((0, 5, 0), (3, 4, 1), (1, 2, 2)):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from browser import open_browser, require_browser, set_screen
-from grape_pe.lab.inspect import inspect
+from grape_pe.lab.inspect.inspection import inspect
 from grape_pe.lab.report import write_report
 from grape_pe.lab.report.page import picture_page, write_page
 from report_data import ARMS, write_synthetic

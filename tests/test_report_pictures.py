@@ -10,8 +10,8 @@ import torch
 
 import grape_pe as grape
 from grape_pe.encodings.additive import alibi_slopes
-from grape_pe.lab.observe import observe
-from grape_pe.lab.pictures import encoding_picture, picture
+from grape_pe.lab.inspect.capture import observe
+from grape_pe.lab.inspect.figure_data import encoding_picture, picture
 from grape_pe.lab.report.picture_figures import picture_figures
 from grape_pe.lab.report.style import Style
 from report_data import WORDS, make_model

@@ -262,3 +262,10 @@ def test_names_and_options_are_checked():
         with pytest.raises(LabError, match=message):
             build_task(name, **options)
     assert build_task("count", idle=0).idle == 0
+
+
+def test_options_are_written_in_brackets():
+    assert build_task("mqar[length=128,pairs=8]") == build_task("mqar", length=128, pairs=8)
+    assert build_task("mqar[pairs=8]", pairs=2, length=64).pairs == 8
+    with pytest.raises(LabError, match="cannot read the option 'pairs'"):
+        build_task("mqar[pairs]")

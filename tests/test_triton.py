@@ -61,11 +61,20 @@ def test_refuses_the_cpu_and_says_so() -> None:
         (TileBias(lambda *_: torch.zeros(1), {}, {}), _call(), "TileBias"),
         (_path(), _call(causal=False), "causal"),
         (_slope(), _call(torch.float64), "float64"),
-        (_slope(), _call(head_dim=512), "256"),
+        (_slope(), _call(torch.float16, head_dim=512), "256"),
+        (_slope(), _call(head_dim=256), "at most 128 features in torch.float32, got 256"),
         (_slope(), _call(torch.bfloat16), "bfloat16"),
         (_slope(), _call(window=2, sinks=1), "sinks"),
     ],
-    ids=["tile", "path-without-order", "float64", "wide-head", "bfloat16-interpreted", "sinks"],
+    ids=[
+        "tile",
+        "path-without-order",
+        "float64",
+        "wide-head",
+        "wide-float32-head",
+        "bfloat16-interpreted",
+        "sinks",
+    ],
 )
 def test_refuses_with_the_reason(
     bias: Bias, call: tuple, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +109,7 @@ def test_refuses_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refuses_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     _pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(api.importlib.metadata, "version", lambda name: "3.6.0")
+    monkeypatch.setattr(api, "triton_version", lambda: "3.6.0")
     assert "3.7.1" in (why_not_device(torch.device("cuda"), torch.float32) or "")
 
 

@@ -36,11 +36,12 @@ EVERY = [
     for arch, bias, dtype, head_dim, masks in itertools.product(
         (80, 90, 100), BIASES, (BF16, FP16, FP32), (32, 64, 128, 256), ({}, MASKED)
     )
+    if (dtype, head_dim) != (FP32, 256)  # refused: see api.LARGEST_HEAD_FLOAT32
 ]
 EVERY += [(arch, Case(bias, BF16, queries=4, keys=4096)) for arch in (80, 90, 100) for bias in BIASES]
 EVERY += [(arch, Case(bias, BF16, **LONG)) for arch in (86, 89, 120) for bias in BIASES]
-#: bytes a thread may keep outside its registers where no candidate does without
-SPILL = 64
+#: bytes a thread may keep outside its registers where no candidate does without; heads of 128 with a path
+SPILL, SPILL_WIDE_PATH = 64, 320
 
 
 def check(arch: int, case: Case) -> None:
@@ -49,7 +50,8 @@ def check(arch: int, case: Case) -> None:
         name = step.kernel.__name__
         assert use.why_not(arch) is None, f"{name}: {use.why_not(arch)}"
         if case.head_dim <= 128 and case.dtype != FP32:
-            assert use.spilled <= SPILL, f"{name}: {use}, {step.tile}"
+            limit = SPILL_WIDE_PATH if case.head_dim == 128 and "path" in case.bias else SPILL
+            assert use.spilled <= limit, f"{name}: {use}, {step.tile}"
 
 
 @pytest.mark.parametrize(("arch", "case"), SOME, ids=str)

@@ -16,7 +16,7 @@ import torch
 
 import grape_pe as grape
 from grape_pe.attention import attend
-from grape_pe.attention.gpu import check, child, verdict
+from grape_pe.attention.gpu import check, child, store, verdict
 from grape_pe.attention.gpu.child import Verdict
 from grape_pe.attention.gpu.device import Device, release
 
@@ -51,6 +51,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process would start."""
     monkeypatch.setattr(verdict, "_known", {})
     monkeypatch.setattr(verdict, "_warned", set())
+    store.kept_tiles.cache_clear()
 
 
 def use(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -166,9 +167,9 @@ def test_triton_on_and_off_need_no_check(monkeypatch: pytest.MonkeyPatch, tmp_pa
 # What is stored
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"key": 1, "verdict": {}}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"key": 1, "value": {}}', "\x00\xff"])
 def test_a_damaged_file_is_ignored_and_rewritten(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    verdict.store(GPU, CASE, GOOD)
+    verdict.keep(GPU, CASE, GOOD)
     (path,) = tmp_path.glob("triton-*.json")
     path.write_text(text)
     assert verdict.stored(GPU, CASE) is None
@@ -178,10 +179,10 @@ def test_a_damaged_file_is_ignored_and_rewritten(text: str, monkeypatch: pytest.
 
 
 def test_a_verdict_of_the_wrong_type_is_ignored(tmp_path: Path):
-    verdict.store(GPU, CASE, GOOD)
+    verdict.keep(GPU, CASE, GOOD)
     (path,) = tmp_path.glob("triton-*.json")
     for wrong in ({"ok": 1, "reason": None}, {"ok": False, "reason": None}, {"ok": True}, {"sure": True}):
-        path.write_text(json.dumps({**json.loads(path.read_text()), "verdict": wrong}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "value": wrong}))
         assert verdict.stored(GPU, CASE) is None
 
 
@@ -195,23 +196,23 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], tuple[Device, verdict.Case]]] 
     "bias": lambda _: (GPU, replace(CASE, bias="both")),
     "masks": lambda _: (GPU, replace(CASE, masks=())),
     "torch": lambda patch: (patch.setattr(torch, "__version__", "9.9"), (GPU, CASE))[1],
-    "triton": lambda patch: (patch.setattr(verdict, "triton_version", lambda: "9.9"), (GPU, CASE))[1],
-    "source": lambda patch: (patch.setattr(verdict, "source_hash", lambda: "other"), (GPU, CASE))[1],
+    "triton": lambda patch: (patch.setattr(store, "triton_version", lambda: "9.9"), (GPU, CASE))[1],
+    "source": lambda patch: (patch.setattr(store, "source_hash", lambda: "other"), (GPU, CASE))[1],
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_verdict_holds_for_its_key_only(change: Callable, monkeypatch: pytest.MonkeyPatch):
-    verdict.store(GPU, CASE, GOOD)
+    verdict.keep(GPU, CASE, GOOD)
     assert verdict.stored(GPU, CASE) == GOOD
     assert verdict.stored(*change(monkeypatch)) is None
 
 
 def test_a_file_under_a_false_name_is_ignored(tmp_path: Path):
-    verdict.store(GPU, CASE, GOOD)
+    verdict.keep(GPU, CASE, GOOD)
     (path,) = tmp_path.glob("triton-*.json")
     other = replace(CASE, bias="path")
-    verdict.store(GPU, other, BAD)
+    verdict.keep(GPU, other, BAD)
     (second,) = set(tmp_path.glob("triton-*.json")) - {path}
     os.replace(path, second)
     assert verdict.stored(GPU, other) is None
@@ -221,7 +222,7 @@ def test_a_file_under_a_false_name_is_ignored(tmp_path: Path):
 def test_a_folder_others_may_write_to_is_not_used(
     rights: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    verdict.store(GPU, CASE, BAD)
+    verdict.keep(GPU, CASE, BAD)
     tmp_path.chmod(rights)
     use(monkeypatch, answers(GOOD))
     assert verdict.stored(GPU, CASE) is None
@@ -232,9 +233,9 @@ def test_a_folder_others_may_write_to_is_not_used(
 
 
 def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch):
-    verdict.store(GPU, CASE, GOOD)
+    verdict.keep(GPU, CASE, GOOD)
     monkeypatch.setattr(os, "getuid", lambda: 4321)
-    assert verdict.folder() is None and verdict.stored(GPU, CASE) is None
+    assert store.folder() is None and verdict.stored(GPU, CASE) is None
 
 
 def test_head_sizes_are_padded_as_the_kernels_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -289,7 +290,7 @@ def compiled(q: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_torch_compile_uses_a_stored_verdict(dynamic: bool | None, monkeypatch: pytest.MonkeyPatch):
-    verdict.store(GPU, CASE, GOOD)
+    verdict.keep(GPU, CASE, GOOD)
     torch._dynamo.reset()
     step = torch.compile(compiled, backend="eager", fullgraph=True, dynamic=dynamic)
     assert torch.equal(step(Q), Q + 1)
@@ -312,7 +313,7 @@ def test_graph_capture_runs_no_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.warns(UserWarning, match="CUDA graph"):
         assert "not yet checked" in (ask() or "")
     assert runs(tmp_path) == []
-    verdict.store(GPU, CASE, GOOD)
+    verdict.keep(GPU, CASE, GOOD)
     assert ask() is None
 
 

@@ -9,16 +9,16 @@ Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe feature
 
 When Tq < Tk the last query stands at the last key, so query row r is the token r + Tk - Tq.
 A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t. The
-exception is a `TileBias` that replaces a part of <q, k> itself (PaTH): it has a `scale`, which `attend` sets
+exception is a `TileBias` of products that stand in place of <q, k> (PaTH): it has a `scale`, which `attend` sets
 to its own through `at_scale`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ from .precision import exact_dtype, without_autocast
 
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
-BiasT = TypeVar("BiasT", bound="Bias")
 TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+LogitFunction = Callable[[slice, slice], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 # Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
@@ -120,12 +120,26 @@ class Bias:
         """The same bias in attention with this scale of <q, k>; `attend` asks for it before any `tile`."""
         return self
 
+    def logits(self) -> LogitFunction | None:
+        """A function of (rows, cols) that returns scale <q, k> + b, if that costs less than b alone; else None.
+
+        What all tiles share is computed here, once for a call of attention.
+        """
+        return None
+
+    def settled(self, last: int) -> Self:
+        """The same for queries after all these keys, at less cost a query; the `last` keys stay as they are.
+
+        A cache calls it now and then with what it holds, before new tokens come.
+        """
+        return self
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same bias with every tensor changed: moves, casts, batch selection."""
         return self.replaced({n: change(t) for n, t in self.tensors().items()})
 
     def __add__(self, other: Bias) -> Bias:
-        return _sum([*_parts(self), *_parts(other)])
+        return _sum([*parts_of(self), *parts_of(other)])
 
 
 def _length(tensors: Mapping[str, Tensor]) -> int | None:
@@ -144,10 +158,12 @@ def _check_lengths(query_length: int | None, key_length: int | None, queries: in
 
 
 def _check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
-    """Each axis must have one of the sizes allowed for it."""
-    fits = tensor.dim() == len(allowed)
-    for n, sizes in zip(tensor.shape, allowed, strict=False):
-        fits = fits and any(n == size for size in sizes)  # torch.compile traces `==` of symbols, but not `in`
+    """Each axis must have one of the one or two sizes allowed for it."""
+    shape = tensor.shape
+    fits = len(shape) == len(allowed)
+    for n, sizes in zip(shape, allowed, strict=False):
+        # torch.compile traces `==` of symbols, but not `in`
+        fits = fits and (n == sizes[0] or n == sizes[-1])
     if not fits:
         wanted = ", ".join(" or ".join(map(str, sorted(set(sizes)))) for sizes in allowed)
         raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
@@ -167,23 +183,11 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([t.expand(*lead, *t.shape[2:]) for t in (first, second)], 2)
 
 
-def _prefixed(parts: Sequence[Bias], side: Callable[[Bias], dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{i}.{name}": tensor for i, part in enumerate(parts) for name, tensor in side(part).items()}
-
-
-def _replace_parts(parts: Sequence[BiasT], tensors: Mapping[str, Tensor]) -> tuple[BiasT, ...]:
-    split: list[dict[str, Tensor]] = [{} for _ in parts]
-    for name, tensor in tensors.items():
-        index, _, rest = name.partition(".")
-        split[int(index)][rest] = tensor
-    return tuple(part.replaced(mine) for part, mine in zip(parts, split, strict=True))
-
-
-def _parts(bias: Bias) -> tuple[Bias, ...]:
+def parts_of(bias: Bias) -> tuple[Bias, ...]:
     return bias.parts if isinstance(bias, SumBias) else (bias,)
 
 
-def _terms(bias: Bias) -> tuple[SlopeTerm, ...]:
+def terms_of(bias: Bias) -> tuple[SlopeTerm, ...]:
     if isinstance(bias, SlopeTerm):
         return (bias,)
     return bias.terms if isinstance(bias, SlopeBias) else ()
@@ -191,7 +195,7 @@ def _terms(bias: Bias) -> tuple[SlopeTerm, ...]:
 
 def _sum(parts: list[Bias]) -> Bias:
     """Slope terms concatenate, zeros vanish, the rest is kept side by side."""
-    terms = tuple(term for part in parts for term in _terms(part))
+    terms = tuple(term for part in parts for term in terms_of(part))
     slopes: list[Bias] = [SlopeBias(terms)] if terms else []
     others = [part for part in parts if not isinstance(part, (SlopeTerm, SlopeBias, NoBias))]
     kept = [*slopes, *others]
@@ -279,8 +283,52 @@ class SlopeTerm(Bias):
         return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
 
 
+def _total(tiles: list[Tensor | None]) -> Tensor:
+    some = [tile for tile in tiles if tile is not None]
+    return sum(some[1:], some[0])
+
+
+class _Compound(Bias):
+    """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
+
+    def members(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def changed(self, change: Callable[[int, Any], Bias]) -> Self:
+        """The same with each member changed, given its index."""
+        return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        return _total([part.tile(rows, cols) for part in self.members()])
+
+    def row(self, keys: int) -> Tensor:
+        return _total([part.row(keys) for part in self.members()])
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        for part in self.members():
+            part.check(batch, heads, queries, keys)
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.views().items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.traces().items()
+        }
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        split: list[dict[str, Tensor]] = [{} for _ in self.members()]
+        for name, tensor in tensors.items():
+            index, _, rest = name.partition(".")
+            split[int(index)][rest] = tensor
+        return self.changed(lambda i, part: part.replaced(split[i]))
+
+    def rebased(self, offset: float) -> Self:
+        return self.changed(lambda i, part: part.rebased(offset))
+
+
 @dataclass(frozen=True, eq=False)
-class SlopeBias(Bias):
+class SlopeBias(_Compound):
     """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D."""
 
     terms: tuple[SlopeTerm, ...]
@@ -289,27 +337,8 @@ class SlopeBias(Bias):
         if not self.terms:
             raise ValueError("a SlopeBias needs at least one SlopeTerm; use NoBias() for zero")
 
-    def tile(self, rows: slice, cols: slice) -> Tensor:
-        return sum((term.tile(rows, cols) for term in self.terms[1:]), self.terms[0].tile(rows, cols))
-
-    def row(self, keys: int) -> Tensor:
-        return sum((term.row(keys) for term in self.terms[1:]), self.terms[0].row(keys))
-
-    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        for term in self.terms:
-            term.check(batch, heads, queries, keys)
-
-    def views(self) -> dict[str, Tensor]:
-        return _prefixed(self.terms, lambda term: term.views())
-
-    def traces(self) -> dict[str, Tensor]:
-        return _prefixed(self.terms, lambda term: term.traces())
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeBias:
-        return SlopeBias(_replace_parts(self.terms, tensors))
-
-    def rebased(self, offset: float) -> SlopeBias:
-        return SlopeBias(tuple(term.rebased(offset) for term in self.terms))
+    def members(self) -> tuple[SlopeTerm, ...]:
+        return self.terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,7 +424,27 @@ class PathBias(Bias):
 
 
 @dataclass(frozen=True, eq=False)
-class TileBias(Bias):
+class _Features(Bias):
+    """A user's function of features of tokens."""
+
+    function: Callable[..., Tensor]
+    query: Mapping[str, Tensor]
+    key: Mapping[str, Tensor]
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"query.{name}": tensor for name, tensor in self.query.items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {f"key.{name}": tensor for name, tensor in self.key.items()}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
+        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
+        return replace(self, query=query, key=key)
+
+
+@dataclass(frozen=True, eq=False)
+class TileBias(_Features):
     """Any function of a tile, given features of tokens: radial distance, PaTH, a user's own.
 
     `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
@@ -406,8 +455,6 @@ class TileBias(Bias):
     """
 
     function: TileFunction
-    query: Mapping[str, Tensor]
-    key: Mapping[str, Tensor]
     scale: float | None = None
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
@@ -419,20 +466,9 @@ class TileBias(Bias):
     def at_scale(self, scale: float) -> TileBias:
         return self if self.scale is None else replace(self, scale=scale)
 
-    def views(self) -> dict[str, Tensor]:
-        return {f"query.{name}": tensor for name, tensor in self.query.items()}
-
-    def traces(self) -> dict[str, Tensor]:
-        return {f"key.{name}": tensor for name, tensor in self.key.items()}
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> TileBias:
-        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
-        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
-        return replace(self, query=query, key=key)
-
 
 @dataclass(frozen=True, eq=False)
-class ScoreBias(Bias):
+class ScoreBias(_Features):
     """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
 
     `t` and `j` are the indices of the query's and the key's token, integer tensors; `query` and `key` are numbers of
@@ -442,70 +478,43 @@ class ScoreBias(Bias):
     """
 
     function: ScoreFunction
-    query: Mapping[str, Tensor]
-    key: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         if not self.query or not self.key:
             raise ValueError("a ScoreBias needs a feature (B|1, H|1, T) of queries and one of keys; got none")
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        device, shift = (
-            next(iter(self.key.values())).device,
-            (self.key_length or 0) - (self.query_length or 0),
-        )
+        device = next(iter(self.key.values())).device
+        shift = (self.key_length or 0) - (self.query_length or 0)
         t = torch.arange(rows.start + shift, rows.stop + shift, device=device).view(1, 1, -1, 1)
         j = torch.arange(cols.start, cols.stop, device=device).view(1, 1, 1, -1)
         query = {name: x[:, :, rows].unsqueeze(-1) for name, x in self.query.items()}
         key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
         return self.function(t, j, query, key).expand(-1, -1, t.shape[2], j.shape[3])
 
-    def views(self) -> dict[str, Tensor]:
-        return {f"query.{name}": tensor for name, tensor in self.query.items()}
-
-    def traces(self) -> dict[str, Tensor]:
-        return {f"key.{name}": tensor for name, tensor in self.key.items()}
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> ScoreBias:
-        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
-        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
-        return replace(self, query=query, key=key)
-
 
 @dataclass(frozen=True, eq=False)
-class SumBias(Bias):
+class SumBias(_Compound):
     """Biases of different kinds, added. Made by `+`, which merges what can be merged."""
 
     parts: tuple[Bias, ...]
 
-    def tile(self, rows: slice, cols: slice) -> Tensor:
-        tiles: list[Any] = [
-            tile for tile in (part.tile(rows, cols) for part in self.parts) if tile is not None
-        ]
-        return sum(tiles[1:], tiles[0])
-
-    def row(self, keys: int) -> Tensor:
-        rows: list[Any] = [row for row in (part.row(keys) for part in self.parts) if row is not None]
-        return sum(rows[1:], rows[0])
-
-    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        for part in self.parts:
-            part.check(batch, heads, queries, keys)
-
-    def views(self) -> dict[str, Tensor]:
-        return _prefixed(self.parts, lambda part: part.views())
-
-    def traces(self) -> dict[str, Tensor]:
-        return _prefixed(self.parts, lambda part: part.traces())
-
-    def replaced(self, tensors: Mapping[str, Tensor]) -> SumBias:
-        return SumBias(_replace_parts(self.parts, tensors))
-
-    def rebased(self, offset: float) -> SumBias:
-        return SumBias(tuple(part.rebased(offset) for part in self.parts))
+    def members(self) -> tuple[Bias, ...]:
+        return self.parts
 
     def at_scale(self, scale: float) -> SumBias:
-        return SumBias(tuple(part.at_scale(scale) for part in self.parts))
+        return self.changed(lambda i, part: part.at_scale(scale))
+
+    def settled(self, last: int) -> SumBias:
+        return SumBias(tuple(part.settled(last) for part in self.parts))
+
+    def logits(self) -> LogitFunction | None:
+        for i, part in enumerate(self.parts):
+            logits = part.logits()
+            if logits is not None:
+                rest = SumBias((*self.parts[:i], *self.parts[i + 1 :]))
+                return lambda rows, cols: logits(rows, cols) + rest.tile(rows, cols)
+        return None
 
     def queries(self, rows: slice) -> SumBias:
-        return SumBias(tuple(part.queries(rows) for part in self.parts))
+        return self.changed(lambda i, part: part.queries(rows))

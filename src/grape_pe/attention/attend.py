@@ -78,8 +78,8 @@ class _Attend(Protocol[Options]):
 
     explain: Callable[Options, Explanation]
 
-    @overload  # type: ignore[overload-overlap]  # the first that fits counts
-    def __call__(
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # the first that fits counts
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
     ) -> tuple[Tensor, Tensor]: ...
     @overload

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bias import Bias, NoBias, ScoreBias, SlopeBias, SlopeTerm
+from ..bias import Bias, NoBias, ScoreBias, SlopeBias
 from .masks import Masks
 from .problem import as_two_floats
 from .pruning import Prune
@@ -66,11 +66,8 @@ def attend_flex(
 ) -> tuple[Tensor, None]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    score_mod: Callable[..., Tensor] | None = None
-    if isinstance(bias, SlopeBias):
-        score_mod = _score_mod(bias, q, k)
-    elif isinstance(bias, ScoreBias):
-        score_mod = _own_score_mod(bias, q, k, masks.shift)
+    score = _slopes(bias) if isinstance(bias, SlopeBias) else bias
+    score_mod = _score_mod(score, q, k, masks.shift) if isinstance(score, ScoreBias) else None
     batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
     q, k, v = (_whole_blocks(x) for x in (q, k, v))
     options: dict[str, Any] = {"score_mod": score_mod, "scale": scale}
@@ -126,19 +123,28 @@ def _padded_ids(x: Tensor | None, masks: Masks) -> Tensor | None:
     return F.pad(x, (0, BLOCK + -masks.key_length % BLOCK))
 
 
-def _score_mod(bias: SlopeBias, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
-    terms = [_captured(term, q, k) for term in bias.terms]
+def _slopes(bias: SlopeBias) -> ScoreBias:
+    """The same as a function of one pair, with coordinates as pairs of float32."""
+    query: dict[str, Tensor] = {}
+    key: dict[str, Tensor] = {}
+    for r, term in enumerate(bias.terms):
+        for side, c, rate in ((query, term.c_q, term.rate_q), (key, term.c_k, term.rate_k)):
+            side[f"high{r}"], side[f"low{r}"] = as_two_floats(c)
+            if rate is not None:
+                side[f"rate{r}"] = rate.float()
 
-    def score_mod(score: Tensor, b: Index, h: Index, row: Index, j: Index) -> Tensor:
-        for c_q, low_q, c_k, low_k, rate_q, rate_k in terms:
-            offset = (c_k[b, h, j] - c_q[b, h, row]) + (low_k[b, h, j] - low_q[b, h, row])
-            score = score + (rate_q[b, h, row] + rate_k[b, h, j]) * offset
-        return score
+    def function(t: Index, j: Index, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Tensor:
+        total: Any = 0.0
+        for r in range(len(bias.terms)):
+            offset = (theirs[f"high{r}"] - mine[f"high{r}"]) + (theirs[f"low{r}"] - mine[f"low{r}"])
+            rates = [side[f"rate{r}"] for side in (mine, theirs) if f"rate{r}" in side]
+            total = total + sum(rates[1:], rates[0]) * offset
+        return total  # type: ignore[no-any-return]
 
-    return score_mod
+    return ScoreBias(function, query, key)
 
 
-def _own_score_mod(bias: ScoreBias, q: Tensor, k: Tensor, shift: int) -> Callable[..., Tensor]:
+def _score_mod(bias: ScoreBias, q: Tensor, k: Tensor, shift: int) -> Callable[..., Tensor]:
     """The function of a `ScoreBias`, with the features of one pair."""
     sides = ((bias.query, q), (bias.key, k))
     query, key = (
@@ -152,16 +158,3 @@ def _own_score_mod(bias: ScoreBias, q: Tensor, k: Tensor, shift: int) -> Callabl
         return score + bias.function(row + shift, j, mine, theirs)
 
     return score_mod
-
-
-def _captured(term: SlopeTerm, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Coordinates as pairs of float32, and rates, each (B, H, T)."""
-    queries, keys = q.shape[:3], (*q.shape[:2], k.shape[2])
-    parts: list[Tensor] = []
-    for c, shape in ((term.c_q, queries), (term.c_k, keys)):
-        parts += [_whole_blocks(x.expand(shape)).contiguous() for x in as_two_floats(c)]
-    for rate, shape in ((term.rate_q, queries), (term.rate_k, keys)):
-        zero = q.new_zeros((), dtype=torch.float32)
-        whole = _whole_blocks((zero if rate is None else rate.to(torch.float32)).expand(shape))
-        parts.append(whole.contiguous())
-    return tuple(parts)

@@ -29,7 +29,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ..bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
+from ..bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, parts_of, terms_of
 from .masks import Masks
 from .pruning import OFF, Prune, as_number
 
@@ -78,10 +78,10 @@ class AttentionProblem:
         if masks.documents is not None:
             p.documents = masks.documents.expand(q.shape[0], -1)
         p.key_padding, p.key_bound = masks.key_padding, masks.key_bound
-        terms, path = _split(bias)
+        terms = [term for part in parts_of(bias) for term in terms_of(part)]
         if terms:
             p._add_slopes(terms)
-        if path is not None:
+        for path in _paths(bias):
             p._add_path(path)
         if torch.is_grad_enabled():
             p.bias_learns = any(x is not None and x.requires_grad for x in p._of_bias())
@@ -137,32 +137,22 @@ DIFFERENTIABLE = TENSORS[:10]
 
 def why_not(bias: Bias) -> str | None:
     """Why the kernels cannot compute this bias, or None: they know slope terms and at most one path."""
-    parts = bias.parts if isinstance(bias, SumBias) else (bias,)
-    for part in parts:
+    for part in parts_of(bias):
         if not isinstance(part, (NoBias, SlopeBias, SlopeTerm, PathBias)):
             return f"its kernels compute SlopeBias and PathBias, not {type(part).__name__}"
-    if sum(isinstance(part, PathBias) for part in parts) > 1:
+    if len(_paths(bias)) > 1:
         return "its kernels compute one PathBias, and the bias has several"
     return None
 
 
 def bias_kind(bias: Bias) -> str:
     """none, slope, path or both: which kernels a bias needs."""
-    terms, path = _split(bias)
-    return ("path" if not terms else "both") if path is not None else ("slope" if terms else "none")
+    slopes = any(terms_of(part) for part in parts_of(bias))
+    return ("both" if slopes else "path") if _paths(bias) else ("slope" if slopes else "none")
 
 
-def _split(bias: Bias) -> tuple[list[SlopeTerm], PathBias | None]:
-    terms: list[SlopeTerm] = []
-    path = None
-    for part in bias.parts if isinstance(bias, SumBias) else (bias,):
-        if isinstance(part, SlopeBias):
-            terms += part.terms
-        elif isinstance(part, SlopeTerm):
-            terms.append(part)
-        elif isinstance(part, PathBias):
-            path = part
-    return terms, path
+def _paths(bias: Bias) -> list[PathBias]:
+    return [part for part in parts_of(bias) if isinstance(part, PathBias)]
 
 
 def _stacked(given: list[Tensor | None], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:

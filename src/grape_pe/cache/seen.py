@@ -15,6 +15,7 @@ from ..bias import Bias
 from ..encodings.base import Encoded, Encoding, Tokens
 from ..encodings.path import PaTH
 from ..encodings.prepared import hooked
+from ..encodings.rotary import RotationEncoding
 from ..precision import working_dtype
 from .layout import Layout
 from .table import take
@@ -80,6 +81,7 @@ def encode(
     else:
         code = encoding.encode(Tokens(q, k, prepared.positions, x, v, prepared.values), state)
     if norm_after is not None:
+        _check_norm_after(encoding, layout)
         code = replace(code, q=norm_after[0](code.q).to(v.dtype), k=norm_after[1](code.k).to(v.dtype))
     return code, v, shifted
 
@@ -92,6 +94,18 @@ def check_packing(encoding: Encoding, layout: Layout) -> None:
         raise ValueError(
             "path reads its directions through a short convolution, which would cross the borders of packed "
             "documents; use encoding_options={'conv': 0}, or one document a sequence"
+        )
+
+
+def _check_norm_after(encoding: Encoding, layout: Layout) -> None:
+    """A running phase goes on over the borders of packed documents; only the relative law makes that harmless."""
+    parts = encoding.modules()
+    if layout.documents is not None and any(
+        isinstance(part, RotationEncoding) and part.contextual for part in parts
+    ):
+        raise ValueError(
+            f"packed documents need the exact relative law with {encoding!r}, because its phase runs on from one to "
+            'the next, and qk_norm="after" breaks it; use qk_norm=True, or one document a sequence'
         )
 
 

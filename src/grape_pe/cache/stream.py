@@ -68,6 +68,7 @@ class StreamingCache:
             raise ValueError("sinks are the tokens that outlive a window; set window=… as well")
         self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
         self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
+        self.settles = any(isinstance(part, Encoding) and part.settles for part in encoding.modules())
         self.preparation = Preparation([encoding])
         self.reset()
 
@@ -177,6 +178,8 @@ class StreamingCache:
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in columns.values())
         if learns and counts is not None and not fresh:
             raise ValueError("a padded call that continues a cache has no gradients; use torch.no_grad()")
+        if self.settles and not fresh:
+            self._settle(code.bias)
         self._write(columns, states, count, counts)
         self.sequences.append(layout, q.shape[0], count)
         self.carried = carried
@@ -185,6 +188,14 @@ class StreamingCache:
         seen = self._seen(code, columns if learns else {}, counts)
         seen.step = layout.prepared is not None and seen.q.shape[2] == 1 and q.device.type == "cpu"
         return seen
+
+    @torch.no_grad()
+    def _settle(self, bias: Bias) -> None:
+        """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
+        held = {n.removeprefix("bias."): t for n, t in self.tokens.stored().items() if n.startswith("bias.")}
+        for name, tensor in bias.replaced(held).settled(self.states.length).traces().items():
+            if tensor is not held[name]:
+                held[name].copy_(tensor)
 
     def _columns(
         self, code: Encoded, v: Tensor, shifted: tuple[Tensor, Tensor] | None, layout: Layout

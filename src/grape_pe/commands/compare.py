@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..extras import require
 from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 from .train import add_settings
+
+if TYPE_CHECKING:
+    from ..lab.compare.comparison import Comparison
 
 PROBE = "probe."
 Number = TypeVar("Number", int, float)
@@ -51,18 +54,17 @@ def add_parsers(commands: Commands) -> None:
 def run_compare(options: argparse.Namespace) -> int:
     require("pydantic", "lab")
     require("plotly", "lab")
-    from ..lab.arms import split_arms
-    from ..lab.compare import compare
-    from ..lab.comparison import load_comparison
-    from ..lab.report import read_results, results_json, table
-    from ..lab.report.verdict import verdict
+    from ..lab.compare.comparison import load_comparison
+    from ..lab.compare.run import compare
+    from ..lab.report import read_results, results_json, summary
+    from ..lab.written import split_names
 
     if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
         raise CommandError("--jobs and --seeds count things: give 1 or more")
     given = vars(options)
     comparison = load_comparison(
         options.comparison,
-        arms=None if options.encodings is None else split_arms(options.encodings),
+        arms=None if options.encodings is None else split_names(options.encodings),
         seeds=options.seeds,
         tasks=[] if options.tasks == "none" else _listed(options.tasks),
         budgets=_numbers("--budgets", options.budgets, int),
@@ -75,13 +77,21 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
-        said = verdict(results)
-        print(f"{table(results)}\n\n{said.headline}")
-        print("".join(f"  {sentence}\n" for sentence in said.details), end="")
-        for note in results.notes:
-            print(f"Note: {note}")
-        print(f"Report: {report}")
+        print(f"{summary(results)}\nReport: {report}")
+        print(*_beside(comparison), sep="", end="")
     return OK
+
+
+def _beside(comparison: Comparison) -> Iterator[str]:
+    """What a comparison says about itself, and shipped results of a longer one."""
+    from ..lab.config import shipped_evidence
+    from ..lab.report import read_results, summary
+
+    if comparison.note:
+        yield f"\n{comparison.note.strip()}\n"
+    shipped = shipped_evidence(comparison.evidence) if comparison.evidence else None
+    if shipped is not None:
+        yield f"\nShipped results of grape compare {comparison.evidence}:\n\n{summary(read_results([shipped]))}\n"
 
 
 def _rates(text: str | None) -> list[float] | None:
@@ -103,4 +113,6 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Number]) -> li
 
 
 def _listed(text: str | None) -> list[str] | None:
-    return None if text is None else [name for name in text.split(",") if name]
+    from ..lab.written import split_names
+
+    return None if text is None else split_names(text)

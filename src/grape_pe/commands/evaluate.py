@@ -28,7 +28,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def run_lm(options: argparse.Namespace) -> int:
-    from ..lab.evaluate import PAPER_TASKS, evaluate, load_checkpoint
+    from ..lab.evaluate.benchmarks import PAPER_TASKS, evaluate, load_checkpoint
 
     model, tokenizer = load_checkpoint(options.checkpoint, options.tokenizer)
     scores = evaluate(

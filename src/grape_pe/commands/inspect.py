@@ -12,7 +12,7 @@ from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 
 if TYPE_CHECKING:
-    from ..lab.inspect import Histogram, Inspection, LayerInspection
+    from ..lab.inspect.inspection import Histogram, Inspection, LayerInspection
 
 EXAMPLE = (
     "grape inspect grape-ap --heads 4 --head-dim 32\n  grape inspect runs/x --layer 2 --html picture.html"
@@ -39,7 +39,7 @@ def add_parsers(commands: Commands) -> None:
 
 def run_inspect(options: argparse.Namespace) -> int:
     require("rich", "lab")
-    from ..lab.inspect import inspect
+    from ..lab.inspect.inspection import inspect
 
     found = inspect(options.what, options.heads, options.head_dim)
     if not 1 <= options.layer <= len(found.layers):

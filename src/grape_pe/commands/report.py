@@ -1,4 +1,4 @@
-"""`grape report DIR…`: rebuild or merge the report of comparisons."""
+"""`grape report DIR…`: the report of comparisons and of training runs."""
 
 from __future__ import annotations
 
@@ -15,31 +15,41 @@ EXAMPLE = "grape report results/small results/more-seeds --out both.html"
 
 def add_parsers(commands: Commands) -> None:
     about = (
-        "Read directories written by grape compare and write one self-contained page. Several are merged:\n"
-        "the same encoding under the same recipe counts as more seeds; other recipes are flagged."
+        "Read directories written by grape compare or grape train, or files of --jsonl, and write one\n"
+        "self-contained page. Several are merged: the same encoding under the same recipe counts as more seeds;\n"
+        "other recipes are flagged. Scores of grape eval lm are read from lm_eval*.json in a run's directory, or\n"
+        "from a JSON file that is named."
     )
-    parser = add_command(commands, "report", run_report, "write the report of comparisons", EXAMPLE, about)
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
+    parser = add_command(
+        commands, "report", run_report, "write the report of comparisons or runs", EXAMPLE, about
+    )
+    parser.add_argument("places", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the first directory)")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown, and write no page")
+    parser.add_argument(
+        "--jsonl", type=Path, metavar="FILE", help="write all results to one file, and no page"
+    )
     add_json(parser)
 
 
 def run_report(options: argparse.Namespace) -> int:
     require("plotly", "lab")
-    from ..lab.report import read_results, report_page, results_json, table
+    from ..lab.report import markdown, read_results, report_page, results_json, summary, write_jsonl
     from ..lab.report.page import write_page
-    from ..lab.report.verdict import verdict
 
-    results = read_results(options.directories)
-    out = write_page(report_page(results), options.out or options.directories[0] / "report.html")
+    results = read_results(options.places)
+    if options.jsonl:
+        print(f"Results: {write_jsonl(results, options.jsonl)}")
+        return OK
+    if options.markdown:
+        print(markdown(results), end="")
+        return OK
+    first = options.places[0]
+    out = write_page(
+        report_page(results), options.out or (first if first.is_dir() else first.parent) / "report.html"
+    )
     if options.json:
         print(json.dumps({**results_json(results), "report": str(out)}, indent=2))
-        return OK
-    print(table(results))
-    said = verdict(results)
-    print(f"\n{said.headline}")
-    print("".join(f"  {sentence}\n" for sentence in said.details), end="")
-    for note in results.notes:
-        print(f"Note: {note}")
-    print(f"Report: {out}")
+    else:
+        print(f"{summary(results)}\nReport: {out}")
     return OK

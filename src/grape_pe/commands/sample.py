@@ -27,9 +27,9 @@ def add_parsers(commands: Commands) -> None:
 def run_sample(options: argparse.Namespace) -> int:
     require("tokenizers", "lab")
     from ..lab.data import load_tokenizer
-    from ..lab.final import load_model, tokenizer_directory
-    from ..lab.sampling import sample_tokens
-    from ..lab.world import default_device
+    from ..lab.evaluate.sampling import sample_tokens
+    from ..lab.train.distributed import default_device
+    from ..lab.train.saved_model import load_model, tokenizer_directory
 
     words = load_tokenizer(tokenizer_directory(options.checkpoint))
     model = load_model(options.checkpoint).to(default_device())

@@ -88,7 +88,7 @@ def run_train(options: argparse.Namespace) -> int:
         return _dry_run(config, options)
     if not options.out:
         raise CommandError("give the run's directory with --out, such as --out runs/first")
-    from ..lab.trainer import train
+    from ..lab.train.trainer import train
 
     outcome = train(config, options.out, resume=options.resume, quiet=options.quiet or options.json)
     return report(outcome, options.json)
@@ -114,8 +114,8 @@ def report(outcome: Any, as_json: bool) -> int:
 def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     import os
 
-    from ..lab.estimate import describe, estimate
-    from ..lab.feed import vocabulary
+    from ..lab.train.estimate import describe, estimate
+    from ..lab.train.feed import vocabulary
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     size = vocabulary(config)

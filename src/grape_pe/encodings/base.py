@@ -130,6 +130,8 @@ class Encoding(FullPrecision, ABC):
     contextual: ClassVar[bool] = False
     #: how many slices of the state the next token reads: the last one, or a few for a convolution
     lookback: int = 1
+    #: a cache rewrites the tensors of older tokens through `Bias.settled`; such an encoding has a state
+    settles: ClassVar[bool] = False
     #: the paper promises b(t, j) <= 0 for j <= t
     nonpositive: ClassVar[bool] = True
 

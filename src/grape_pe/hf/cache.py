@@ -18,6 +18,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, c
 from ..cache import StreamingCache
 from ..encodings import Encoding
 from .config import LAYER_TYPE
+from .static_layer import GrapeStaticLayer
 
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.setdefault(LAYER_TYPE, create_causal_mask)
 
@@ -100,16 +101,6 @@ class GrapeDynamicLayer(_Stream, DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
-
-
-class GrapeStaticLayer(_Stream, StaticLayer):
-    """Storage for `max_cache_len` tokens, allocated once. Not for compiled decoding."""
-
-    _layer_type = LAYER_TYPE
-
-    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
-        super().__init__(max_cache_len=max_cache_len)
-        self.capacity = max_cache_len
 
 
 def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:

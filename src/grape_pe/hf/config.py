@@ -22,8 +22,8 @@ _plain.__class_validators__ = [f for f in _plain.__class_validators__ if f.__nam
 class GrapeConfig(PreTrainedConfig):
     """Sizes under Hugging Face's names, and what is ours: see `DecoderConfig` for what each does.
 
-    `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`, `qk_norm` choose the model;
-    `rollback` is how many tokens its caches can take back.
+    `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`, `qk_norm`, `output_norm`,
+    `output_gate` choose the model; `rollback` is how many tokens its caches can take back.
     """
 
     model_type = "grape"
@@ -52,6 +52,8 @@ class GrapeConfig(PreTrainedConfig):
     shared_encoding: bool = False
     kv_shift: bool = False
     qk_norm: bool | Literal["after"] = True
+    output_norm: bool = False
+    output_gate: bool = False
     rollback: int = 128
     layer_types: list[str] | None = None
 

@@ -111,6 +111,9 @@ def _check_stock(config: DecoderConfig) -> None:
         raise ValueError(
             'qk_norm="after" has no stock form: Qwen3 normalises before the rotation; train with qk_norm=True to export'
         )
+    for name in ("output_norm", "output_gate"):
+        if getattr(config, name):
+            raise ValueError(f"{name} has no stock form; train with {name}=False to export")
     if config.kv_shift:
         raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
     if any(each.window is not None for each in config.by_layer):

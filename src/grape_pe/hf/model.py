@@ -20,9 +20,10 @@ from ..layers import KVShift, RMSNorm
 from ..layers.arguments import check_layers
 from ..models.blocks import EMBEDDING_STD, Block
 from ..models.loss import cross_entropy
-from .cache import GrapeDynamicLayer, GrapeStaticLayer, layer_of
+from .cache import GrapeDynamicLayer, layer_of
 from .config import GrapeConfig
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
+from .static_layer import GrapeStaticLayer, static_layout
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
@@ -138,13 +139,16 @@ def make_layout(x: Tensor, mask: Tensor | None, positions: Tensor | None, layers
         )
     if mask is None and positions is None and layers is None:
         return Layout()
+    padding = None if mask is None else mask[:, mask.shape[1] - count :] == 0
+    if layers and isinstance(layers[0], GrapeStaticLayer):
+        return static_layout(layers, x, positions, padding)
     stream = layers[0].stream if layers else None
     return arrange(
         batch,
         count,
         x.device,
         positions=positions,
-        padding=None if mask is None else mask[:, mask.shape[1] - count :] == 0,
+        padding=padding,
         tail=None if stream is None else stream.tail(),
     )
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..encodings import Encoding
@@ -22,7 +23,16 @@ class GrapePretrained(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False  # backends that bring their own attention would lose the bias
-    _can_compile_fullgraph = False
+    _can_compile_fullgraph = True
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor:
+        """For static caches: the mask of the new tokens, of one shape in every step, so that one graph serves all."""
+        if attention_mask is None:
+            return torch.ones(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
+        return attention_mask[:, -inputs_embeds.shape[1] :]
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """Never as custom code: transformers skips custom modules without parameters of their own."""

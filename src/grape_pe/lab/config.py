@@ -57,6 +57,8 @@ class ModelSection(Section):
         True,
         description="learned RMSNorm of queries and keys; after: after the rotation, as the authors' code has it",
     )
+    output_norm: bool = Field(False, description="RMSNorm of each head's attention output")
+    output_gate: bool = Field(False, description="multiply the attention output by sigmoid(W x)")
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = Field(True, description="one matrix for embedding and head")
 
@@ -216,6 +218,12 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
         return _parse(path.read_text(), name)
     except (OSError, UnicodeDecodeError) as problem:
         raise LabError(f"cannot read {path}: {problem}") from None
+
+
+def shipped_evidence(name: str) -> Path | None:
+    """Results shipped with this package, as `grape report` reads them; None if there are none yet."""
+    path = Path(str(resources.files("grape_pe.lab").joinpath("evidence", f"{name}.jsonl")))
+    return path if path.is_file() else None
 
 
 def shipped_names(folder: str) -> list[str]:

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..extras import require
 from .errors import LabError
 
+LOCK = ".lock"
 #: begins the name of a file or directory that is not whole yet
 SCRATCH = ".part-"
 
@@ -45,6 +47,31 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def claim(directory: Path, wait: bool = False) -> Any:
+    """Lock a directory until `release()` of the result, or until the process ends, however it ends."""
+    library = require("filelock", "lab")
+    lock = library.FileLock(directory / LOCK, timeout=-1 if wait else 0)
+    try:
+        lock.acquire()
+    except library.Timeout:  # an OSError too, so it must not reach `writing`
+        raise LabError(
+            f"{directory} is being written by another process; wait for it to end, or choose another --out"
+        ) from None
+    return lock
+
+
+@contextmanager
+def locked(directory: Path, wait: bool = False) -> Iterator[None]:
+    """One process at a time; the others wait, or are refused."""
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = claim(directory, wait)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def damaged(path: Path, why: object, remedy: str) -> LabError:

@@ -45,7 +45,9 @@ class Attention(nn.Module):
         qk_norm: RMS-normalise queries and keys, with learned weights, before they are encoded; "after": after
             the rotation, which breaks the exact relative law (as True for encodings without a rotation).
         kv_shift: mix each projected key and value with those of the token before.
-        norm_eps: epsilon of the QK norm.
+        output_norm: RMS-normalise the attention output of each head, with one learned weight for all heads.
+        output_gate: multiply the attention output, after the norm, by sigmoid(W x), with x the layer's input.
+        norm_eps: epsilon of the norms.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class Attention(nn.Module):
         qk_norm: QKNorm = True,
         kv_shift: bool = False,
         norm_eps: float = 1e-5,
+        output_norm: bool = False,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         self.kv_heads, self.head_dim = head_sizes(width, heads, kv_heads, head_dim)
@@ -74,6 +78,8 @@ class Attention(nn.Module):
         self.qk_norm = check_qk_norm(qk_norm)
         self.q_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else None
+        self.o_norm = RMSNorm(self.head_dim, norm_eps) if output_norm else None
+        self.g_proj = nn.Linear(width, queries, bias=False) if output_gate else None
         self.kv_shift = KVShift(width, self.kv_heads) if kv_shift else None
         sizes = {"heads": heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "width": width}
         options = {} if encoding_options is None else dict(encoding_options)
@@ -82,7 +88,7 @@ class Attention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise again, as after `to_empty`."""
         parts = (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm)
-        for part in (*parts, self.kv_shift, self.encoding):
+        for part in (*parts, self.o_norm, self.g_proj, self.kv_shift, self.encoding):
             if part is not None:
                 part.reset_parameters()
 
@@ -149,8 +155,18 @@ class Attention(nn.Module):
         norms = self.norms(encoding)
         q, k, v = self.project(x, self.q_norm if norms["norm_after"] is None else None)
         seen = see(q, k, v, x, layout, encoding, cache, self.kv_shift, **norms, **masks)
-        y = self.o_proj(seen.attend().transpose(1, 2).flatten(2))
+        y = self.write(seen.attend(), x)
         return layout.unpack(y), dense_weights(seen, layout, cache) if weights else None
+
+    def write(self, y: Tensor, x: Tensor) -> Tensor:
+        """(B, T, C) from what the heads read, (B, H, T, D): output norm, gate, projection."""
+        y = y.transpose(1, 2)
+        if self.o_norm is not None:
+            y = self.o_norm(y).to(x.dtype)
+        y = y.flatten(2)
+        if self.g_proj is not None:
+            y = y * self.g_proj(x).sigmoid()
+        return self.o_proj(y)  # type: ignore[no-any-return]
 
     def project(self, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, T, D), (B, Hkv, T, D) twice; queries by `norm`, keys not yet: they are shifted before."""

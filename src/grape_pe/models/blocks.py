@@ -43,11 +43,18 @@ class Block(nn.Module):
     def reset_parameters(self) -> None:
         """Matrices N(0, 0.5/sqrt(width)), the two that write to the stream a further 1/sqrt(layers)."""
         std, attn, mlp = 0.5 / self.width**0.5, self.self_attn, self.mlp
-        for linear in (attn.q_proj, attn.k_proj, attn.v_proj, mlp.gate_proj, mlp.up_proj):
-            nn.init.normal_(linear.weight, std=std)
+        for linear in (attn.q_proj, attn.k_proj, attn.v_proj, attn.g_proj, mlp.gate_proj, mlp.up_proj):
+            if linear is not None:
+                nn.init.normal_(linear.weight, std=std)
         for linear in (attn.o_proj, mlp.down_proj):
             nn.init.normal_(linear.weight, std=std / self.depth**0.5)
-        for norm in (self.input_layernorm, self.post_attention_layernorm, attn.q_norm, attn.k_norm):
+        for norm in (
+            self.input_layernorm,
+            self.post_attention_layernorm,
+            attn.q_norm,
+            attn.k_norm,
+            attn.o_norm,
+        ):
             if norm is not None:
                 nn.init.ones_(norm.weight)
         for part in (attn.kv_shift, attn.encoding):

@@ -28,9 +28,13 @@ HF_NAMES = {
     "shared_encoding": "shared_encoding",
     "kv_shift": "kv_shift",
     "qk_norm": "qk_norm",
+    "output_norm": "output_norm",
+    "output_gate": "output_gate",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
+#: fields that configurations saved by earlier versions lack
+LATER = ("output_norm", "output_gate")
 SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
 
 
@@ -51,6 +55,7 @@ class DecoderConfig:
         kv_shift: mix each key and value with the previous one.
         qk_norm: RMS-normalise queries and keys before they are encoded; "after": after the rotation, as the
             authors' RoPE and GRAPE-M models do.
+        output_norm: RMS-normalise each head's attention output. output_gate: multiply it by sigmoid(W x).
         tied: one matrix for the embedding and the head.
     """
 
@@ -70,6 +75,8 @@ class DecoderConfig:
     qk_norm: QKNorm = True
     norm_eps: float = 1e-5
     tied: bool = True
+    output_norm: bool = False
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         self._check("width", "heads")
@@ -154,6 +161,8 @@ class DecoderConfig:
             qk_norm=self.qk_norm,
             kv_shift=self.kv_shift,
             norm_eps=self.norm_eps,
+            output_norm=self.output_norm,
+            output_gate=self.output_gate,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -166,7 +175,7 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> DecoderConfig:
         """From a configuration under Hugging Face's field names; other fields there are not ours."""
-        missing = [theirs for theirs in HF_NAMES.values() if theirs not in values]
+        missing = [theirs for ours, theirs in HF_NAMES.items() if theirs not in values and ours not in LATER]
         if missing:
             raise ValueError(f"not the configuration of a grape model: it lacks {', '.join(missing)}")
-        return cls(**{ours: values[theirs] for ours, theirs in HF_NAMES.items()})
+        return cls(**{ours: values[theirs] for ours, theirs in HF_NAMES.items() if theirs in values})

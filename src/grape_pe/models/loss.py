@@ -20,6 +20,25 @@ def _chunked(
     hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sum of losses in float32, its gradient for hidden (N, C), for weight (V, C)); empty if not wanted."""
+    counted = _counted(targets)
+    if counted is not None:  # rows without a target cost nothing
+        total, d_rows, d_weight = _dense(hidden[counted], weight, targets[counted], hidden_grad, weight_grad)
+        d_hidden = hidden.new_zeros(hidden.shape if hidden_grad else 0)
+        return total, d_hidden.index_copy_(0, counted, d_rows) if hidden_grad else d_hidden, d_weight
+    return _dense(hidden, weight, targets, hidden_grad, weight_grad)
+
+
+def _counted(targets: Tensor) -> Tensor | None:
+    """The rows with a target, if there are others too. Only on the CPU: a GPU would have to wait for it."""
+    if targets.device.type != "cpu":
+        return None
+    found = (targets != IGNORE).nonzero().squeeze(-1)
+    return None if len(found) == len(targets) else found
+
+
+def _dense(
+    hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     total = hidden.new_zeros((), dtype=torch.float32)
     d_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if weight_grad else hidden.new_empty(0)

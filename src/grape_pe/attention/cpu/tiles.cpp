@@ -33,13 +33,13 @@ struct Problem {
     const float *rate_q, *rate_k;                // (R,B,H,T), any strides, or null
     const float *probe_q, *probe_k, *path_rate;  // (B,HP,Tq,P) (B,HP,Tk,P) (H)
     const int64_t *documents;                    // (B,Tk) or null
-    const uint8_t *padding;                      // (B,Tk) or null
+    const uint8_t *key_padding;                  // (B,Tk) or null
     float *out, *lse, *norms;                    // (B,H,Tq,Dv) (B,H,Tq) (B,H,Tq,2): maximum and sum of exp
     int64_t *work;                               // (B,H,2): tiles computed, tiles the masks leave
     double *key_norm, *slope_range;              // (B,KV,tiles) (R,B,H,tiles,4): made by the forward
     const float *d_out, *d_lse;                  // (B,H,Tq,Dv) (B,H,Tq) or null
     float *d_q, *d_k, *d_v;                      // (B,H,Tq,D) (splits,B,KV,Tk,D) (splits,B,KV,Tk,Dv)
-    double *d_cq, *d_ck, *d_rate_q, *d_rate_k;   // (R,B,H,Tq) (splits,R,B,H,Tk) and the same, or null
+    double *d_c_q, *d_c_k, *d_rate_q, *d_rate_k; // (R,B,H,Tq) (splits,R,B,H,Tk) and the same, or null
     float *d_probe_q, *d_probe_k;                // (B,H,Tq,P) (splits,B,H,Tk,P)
     double *d_path_rate;                         // (splits,B,H)
 
@@ -158,8 +158,8 @@ struct Block {
             if (*mine.first > *theirs.second || *theirs.first > *mine.second) return NONE;
             whole = whole && *mine.first == *mine.second && *theirs.first == *theirs.second;
         }
-        if (p.padding) {
-            const uint8_t *pad = p.padding + b * p.Tk + j0;
+        if (p.key_padding) {
+            const uint8_t *pad = p.key_padding + b * p.Tk + j0;
             long hidden = nj - std::count(pad, pad + nj, 0);
             if (hidden == nj) return NONE;
             whole = whole && hidden == 0;
@@ -247,7 +247,7 @@ struct Block {
         const int64_t *doc = p.documents ? p.documents + b * p.Tk : nullptr;
         for (long j = 0; j < nj; j++) {
             long key = j0 + j;
-            bool padded = p.padding && p.padding[b * p.Tk + key], anywhere = !p.window || key < p.sinks;
+            bool padded = p.key_padding && p.key_padding[b * p.Tk + key], anywhere = !p.window || key < p.sinks;
             vi at = alli((int)key), reach = alli((int)p.window);
             for (long i = 0; doc && i < nt; i++) same[i] = -(doc[token + i] == doc[key]);
             for (int n = 0; n < nv; n++) {
@@ -371,7 +371,7 @@ static void add_lanes(double *to, int n, vf x) {
 }
 
 struct Backward : Block {
-    std::vector<float> dOT, dp, dz, q_scaled, dq, dpq, paths, slopes;  // paths, slopes: of all tiles, for one block
+    std::vector<float> dOT, dp, dz, q_scaled, dq, dpqT, paths, slopes;  // paths, slopes: of all tiles, for one block
     alignas(64) float before_high[BQ], before_low[BQ];                 // path: sum of dS(t, j) over the j to the left
     alignas(64) float lse[BQ], delta[BQ];
     std::vector<double> rate_sum, rate_mean, c_sum;  // (R, BQ)
@@ -380,7 +380,7 @@ struct Backward : Block {
     long split = 0;
 
     explicit Backward(const Problem &p)
-        : Block(p), dOT(p.Dv * BQ), dp(TILE), dz(p.P ? TILE : 0), q_scaled(BQ * p.D), dq(BQ * p.D), dpq(BQ * p.P),
+        : Block(p), dOT(p.Dv * BQ), dp(TILE), dz(p.P ? TILE : 0), q_scaled(BQ * p.D), dq(BQ * p.D), dpqT(p.P * BQ),
           paths(p.P ? tiles * TILE : 0), slopes(paths.size()), rate_sum(p.R * BQ), rate_mean(p.R * BQ),
           c_sum(p.R * BQ), todo(tiles) {}
 
@@ -481,7 +481,7 @@ struct Backward : Block {
             for (int i = 0; i < W; i++) c_sum[r * BQ + n * W + i] += sum[i];
         }
         for (long j = 0; j < nj; j++)
-            for (int i = 0; i < W; i++) of_keys(p.d_ck, r, j0)[j] += key[j][i];
+            for (int i = 0; i < W; i++) of_keys(p.d_c_k, r, j0)[j] += key[j][i];
     }
 
     // d psi(t, l) = rate * sum of dS(t, j) over j < l, from the left; then through the link to the probes.
@@ -510,7 +510,7 @@ struct Backward : Block {
         long probe = b * p.HP + h / (p.H / p.HP);
         float *d_key = p.d_probe_k + ((split * p.B * p.H + bh) * p.Tk + j0) * p.P;
         gemm(nj, p.P, nt, dz.data(), BQ, 1, p.probe_q + (probe * p.Tq + t0) * p.P, p.P, d_key, p.P, true);
-        gemm(nt, p.P, nj, dz.data(), 1, BQ, probe_k + j0 * p.P, p.P, dpq.data(), p.P, true);
+        gemm(p.P, lanes, nj, probe_k + j0 * p.P, 1, p.P, dz.data(), BQ, dpqT.data(), BQ, true);
     }
 
     bool anything_before() const {
@@ -530,7 +530,7 @@ struct Backward : Block {
             gemm(nt, p.D, nj, dp.data(), 1, BQ, k_tile, p.D, dq.data(), p.D, true);
             for (long r = 0; r < p.R; r++) {
                 if (p.d_rate_q || p.d_rate_k) rate_gradient(r, j0, nj);
-                if (p.d_ck) c_gradient(r, j0, nj);
+                if (p.d_c_k) c_gradient(r, j0, nj);
             }
         }
         if (p.d_probe_k && j0 <= token + nt - 1 && (todo[kb] || anything_before())) path_gradient(kb, j0, nj);
@@ -551,7 +551,7 @@ struct Backward : Block {
             drift[t] = path_sum[t] = path_mean[t] = 0;
         }
         for (auto *sums : {&rate_sum, &rate_mean, &c_sum}) std::fill(sums->begin(), sums->end(), 0.0);
-        for (auto *sums : {&dq, &dpq}) std::fill(sums->begin(), sums->end(), 0.0f);
+        for (auto *sums : {&dq, &dpqT}) std::fill(sums->begin(), sums->end(), 0.0f);
         transpose(p.d_out + row * p.Dv, p.Dv, 1, dOT.data());
         for (long t = 0; t < nt; t++)  // a row that is not finite has weights NaN or 0, and 0 x NaN would spread
             for (long d = 0; d < p.D; d++)
@@ -567,12 +567,12 @@ struct Backward : Block {
             for (long r = 0; r < p.R; r++) {
                 long at = r * p.B * p.H * p.Tq + row + t, i = r * BQ + t;
                 if (p.d_rate_q) p.d_rate_q[at] = rate_sum[i] - extra * rate_mean[i];
-                if (p.d_cq) p.d_cq[at] = -c_sum[i];
+                if (p.d_c_q) p.d_c_q[at] = -c_sum[i];
             }
             d_rate += path_sum[t] - extra * path_mean[t];
         }
         for (long i = 0; i < nt * p.D; i++) p.d_q[row * p.D + i] = dq[i] * p.scale;
-        for (long i = 0; p.d_probe_q && i < nt * p.P; i++) p.d_probe_q[row * p.P + i] = dpq[i];
+        for (long i = 0; p.d_probe_q && i < nt * p.P; i++) p.d_probe_q[row * p.P + i] = dpqT[i % p.P * BQ + i / p.P];
     }
 
     void run(long head, long block) {

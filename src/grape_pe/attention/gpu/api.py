@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 
@@ -14,12 +13,15 @@ from .. import problem, pruning
 from ..masks import Masks
 from ..problem import AttentionProblem
 from ..pruning import Prune
+from .device import release, triton_version
 
 #: compute capabilities (times ten) that the kernels are written for, with the KiB of shared memory of a block
 DEVICES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 #: older versions compile wrong gradients for Hopper
 OLDEST_TRITON = (3, 7, 1)
 LARGEST_HEAD = 256
+#: float32 tiles of wider heads do not fit into shared memory, or spill thousands of bytes
+LARGEST_HEAD_FLOAT32 = 128
 MOST_HEADS = 65535
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -59,11 +61,8 @@ def why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
 def _why_not_version() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None  # a build under another name
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit()) < OLDEST_TRITON:
+    version = triton_version()  # None for a build under another name
+    if version is not None and release(version) < OLDEST_TRITON:
         return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))} or later, found {version}"
     return None
 
@@ -71,9 +70,11 @@ def _why_not_version() -> str | None:
 def _why_not_shapes(q: Tensor, v: Tensor, masks: Masks) -> str | None:
     if q.dtype not in _DTYPES:
         return f"it computes in float16, bfloat16 and float32, got {q.dtype}"
-    width = max(q.shape[-1], v.shape[-1])
-    if width > LARGEST_HEAD:
-        return f"it has tiles for heads of at most {LARGEST_HEAD} features, got {width}"
+    width, limit = max(q.shape[-1], v.shape[-1]), LARGEST_HEAD
+    if q.dtype == torch.float32:
+        limit = LARGEST_HEAD_FLOAT32
+    if width > limit:
+        return f"it has tiles for heads of at most {limit} features in {q.dtype}, got {width}"
     if q.shape[0] * q.shape[1] > MOST_HEADS:
         return f"a grid has room for {MOST_HEADS} heads over the batch, got {q.shape[0] * q.shape[1]}"
     if masks.sinks and masks.window is not None:

@@ -11,7 +11,9 @@ With dS the gradient of a logit, and keys walked from the last to the first (doc
     d edge(t, l) = rate * sum_{j < l} dS(t, j) = rate * (TOTAL[t] - sum_{j >= l} dS(t, j))
 
 The launch adds the rate_q part of d c_q. The sums over edges and over dS to the right of every BORDER keys
-are kept in CARRY and RIGHT, which the key kernel reads.
+are kept in CARRY and RIGHT, which the key kernel reads. There the sum over j < l is TOTAL - RIGHT at the lower
+border of the block, plus the block's own dS: a dS of one kernel is never subtracted from one of the other,
+because rounding differs between them and where one key dominates a row the sum is much smaller than its terms.
 """
 
 # ruff: noqa: RUF005  (Triton's tuples grow by +; it does not parse a star)
@@ -195,6 +197,8 @@ def query_kernel(
         store_rows(D_PROBE + bh * TQ * P, row, m, P, live_q, dp, P, BLOCK_P)
         tl.store(D_PATH_RATE + bh * TQ + i, d_path_rate * LN2, mask=live_q)
         tl.store(TOTAL + place * TQ + i, right, mask=live_q)
+        last = begin // BORDER  # the walk ended in this block: nothing is left of it
+        tl.store(RIGHT + (last - 1) * TQ, right, mask=live_q & (last + 0 * i > 0))
     for r in tl.static_range(R):
         if NEED_RATE and HAS_RATE_Q:
             tl.store(D_RATE + (bh * R + r) * TQ + i, d_rate[r], mask=live_q)
@@ -259,7 +263,7 @@ def key_kernel(
         PROBE_Q += bp * TQ * P
         rate = tl.load(PATH_RATE + h)
         CARRY += (place * borders + start // BN) * TQ
-        RIGHT += (place * borders + start // BN) * TQ
+        RIGHT += (place * borders + start // BN - 1) * TQ  # the border below this block
         TOTAL += place * TQ
 
     # Rows [begin, end) that may see these keys; from `whole` on each sees all of them.
@@ -358,10 +362,11 @@ def key_kernel(
                     more_c = more_c + (d_c[r] + tl.sum(ds * both, 1),)
                 d_c = more_c
             if HAS_PATH:
-                after = tl.load(TOTAL + i, mask=live_q, other=0.0) - tl.load(
-                    RIGHT + i, mask=live_q, other=0.0
+                has_left = live_q & (start + 0 * i > 0)  # before the first block there are no keys
+                before = tl.load(TOTAL + i, mask=has_left, other=0.0) - tl.load(
+                    RIGHT + i, mask=has_left, other=0.0
                 )
-                dz = slope * (after[None, :] - (tl.cumsum(ds, 0) - ds))
+                dz = slope * ((before + tl.sum(ds, 0))[None, :] - (tl.cumsum(ds, 0) - ds))
                 if phase == 0:  # where the walk never came, CARRY and RIGHT hold no numbers
                     dz = tl.where((j[:, None] < t[None, :]) & (j[:, None] >= first[None, :]), dz, 0.0)
                 dp = tl.dot(dz, p, dp, input_precision="tf32x3")

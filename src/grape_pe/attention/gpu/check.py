@@ -23,6 +23,7 @@ from torch import Tensor
 from ...bias import NO_BIAS, Bias, PathBias, SlopeBias, SlopeTerm
 from .. import attend
 from .child import Verdict
+from .store import Tiles
 
 #: error allowed as a multiple of the dense error in the same dtype
 HALF, FULL = 2.0, 4.0
@@ -205,14 +206,23 @@ def _finite(found: Errors) -> Errors:
     }
 
 
-def safely(problem: Problem) -> Verdict:
-    """The check, with whatever it raises as the reason."""
+def safely(problem: Problem, tiles: Tiles | None = None, columns: list[Tiles] | None = None) -> Verdict:
+    """The check, with whatever it raises as the reason.
+
+    `tiles`: of the Triton kernels, instead of those they would choose. `columns`: time these, check nothing.
+    """
+    from . import tune
+
     try:
+        if columns is not None:
+            return tune.measured(problem, columns)
+        if tiles is not None:
+            tune.force(tiles)
         return check(problem)
-    except torch.OutOfMemoryError as problem_:
-        return Verdict(False, f"no memory left on the device for the check: {problem_}", conclusive=False)
-    except Exception as problem_:
-        return Verdict(False, f"{type(problem_).__name__}: {problem_}")
+    except torch.OutOfMemoryError as error:
+        return Verdict(False, f"no memory left on the device for the check: {error}", conclusive=False)
+    except Exception as error:
+        return Verdict(False, f"{type(error).__name__}: {error}")
 
 
 def main() -> int:
@@ -222,7 +232,8 @@ def main() -> int:
     if hasattr(signal, "alarm"):
         signal.alarm(int(given.pop("limit", 600)) + 1)  # should the parent have gone
     given["masks"] = tuple(given["masks"])
-    verdict = safely(Problem(**given))
+    tiles, columns = given.pop("tiles", None), given.pop("columns", None)
+    verdict = safely(Problem(**given), tiles, columns)
     with os.fdopen(result, "w") as file:
         file.write(json.dumps(asdict(verdict)) + "\n")
     return 0

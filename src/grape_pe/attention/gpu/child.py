@@ -26,6 +26,7 @@ class Verdict:
     `errors` has for the output and each gradient the relative error against float64, that of the dense
     computation in the same dtype, and what is allowed. `repeatable`: the same bits when repeated.
     `conclusive` is False when the check could not run (no memory left, say): such a verdict is not stored.
+    `times` are median seconds by kernel and tile, where tiles were timed.
     """
 
     ok: bool
@@ -34,12 +35,15 @@ class Verdict:
     repeatable: bool = True
     seconds: float = 0.0
     conclusive: bool = True
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def verdict_from(found: dict[str, Any]) -> Verdict:
     """Verdict from JSON; ValueError, TypeError or KeyError where something is missing or of another type."""
     verdict = Verdict(**found)
-    if not isinstance(verdict.ok, bool) or not isinstance(verdict.errors, dict):
+    if not isinstance(verdict.ok, bool) or not all(
+        isinstance(x, dict) for x in (verdict.errors, verdict.times)
+    ):
         raise TypeError("not a verdict")
     if not verdict.ok and not isinstance(verdict.reason, str):
         raise TypeError("a failure without a reason")

@@ -156,17 +156,30 @@ def read_cubin(cubin: bytes) -> tuple[int, int]:
 _chosen: dict[tuple[Any, ...], Tile] = {}
 
 
-def fitting(make: Callable[[Tile], Launch], candidates: Sequence[Tile], arch: int) -> Launch:
+def forget_choices() -> None:
+    """Choose tiles anew: those that are wanted have changed."""
+    _chosen.clear()
+
+
+def fitting(
+    make: Callable[[Tile], Launch],
+    candidates: Sequence[Tile],
+    arch: int,
+    tuned: Callable[[], Tile | None] = lambda: None,
+) -> Launch:
     """The launch with the first tile that fits without spilling, else with the one that spills least.
 
-    Chosen once for each kernel, its constants, dtypes and device. Raises RuntimeError when none fits.
+    The tile that `tuned` gives comes before all others if it fits, even if it spills: it was timed. Chosen once
+    for each kernel, its constants, dtypes and device. Raises RuntimeError when none fits.
     """
     first = make(candidates[0])
     if INTERPRETED:
         return make(candidates[-1])
     key = _key(first, arch)
     if key not in _chosen:
-        _chosen[key] = _choose(make, candidates, arch)
+        wanted = tuned()
+        fits = wanted is not None and Usage.of(compiled(make(wanted), arch)).why_not(arch) is None
+        _chosen[key] = wanted if wanted is not None and fits else _choose(make, candidates, arch)
     return make(_chosen[key])
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from . import compile as gpu
 from . import decode as decode_kernels
 from . import forward as forward_kernels
 from .compile import Launch, Tile
+from .device import describe
+from .store import Case, Tiles, kept_tiles, padded
 from .tile import PATCH as _PATCH
 
 PATCH: int = _PATCH.value
@@ -27,16 +29,15 @@ STRIDE = 4
 #: rows (packed query heads x queries) up to which the decode kernel is used
 DECODE_ROWS = 64
 
-#: candidates of tiles, the fastest first where nothing spills; the head size and a path say where to begin
-FORWARD = (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1))
-QUERY = (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1))
-KEY = (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2), Tile(16, 64, 4, 1))
-DECODE = (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 4, 1))
-
-
-def padded(size: int) -> int:
-    """Features are padded to a power of two, at least the 16 a matrix unit takes."""
-    return max(16, triton.next_power_of_2(size))
+#: candidates of tiles, largest first; the head size and a path decide where the list begins
+TILES = {
+    "forward_kernel": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1)),
+    "query_kernel": (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 16, 4, 1)),
+    "key_kernel": (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2), Tile(16, 64, 4, 1)),
+    "decode_kernel": (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 4, 1)),
+}
+#: tiles for every call instead of the tuned ones; set in the child process that checks or times them
+forced: Tiles | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,24 +52,32 @@ class Plan:
     def of(cls, problem: AttentionProblem) -> Plan:
         return cls(problem, _shared(problem), gpu.arch_of(problem.q.device))
 
-    @property
-    def prunes(self) -> bool:
-        return prunes(self.problem)
-
-    def candidates(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    def candidates(self, kernel: str) -> tuple[Tile, ...]:
         p = self.problem
         width = max(padded(p.q.shape[-1]), padded(p.v.shape[-1])) * (p.q.element_size() // 2)
         skip = (width >= 128) + (width >= 256) + (p.probe_q is not None)
-        return tiles[min(skip, len(tiles) - 2) :]
+        return TILES[kernel][min(skip, len(TILES[kernel]) - 2) :]
 
-    def fitting(self, kernel: Any, grid: Any, tiles: tuple[Tile, ...], more: dict[str, Any]) -> Launch:
+    def tuned(self, kernel: str) -> Tile | None:
+        """The tile `grape doctor --tune` kept for this kernel; only candidates count."""
+        p, kept = self.problem, forced
+        if kept is None:
+            slopes, path = p.c_q is not None, p.probe_q is not None
+            bias = ("both" if slopes else "path") if path else ("slope" if slopes else "none")
+            dtype = str(p.q.dtype).removeprefix("torch.")
+            case = Case(dtype, padded(p.q.shape[-1]), padded(p.v.shape[-1]), bias, ())
+            kept = kept_tiles(describe(p.q.device), case) if p.q.device.type == "cuda" else {}
+        return next((tile for tile in TILES[kernel] if list(astuple(tile)) == kept.get(kernel)), None)
+
+    def fitting(self, kernel: Any, grid: Any, more: dict[str, Any]) -> Launch:
         """A launch with the tile that fits; `grid` is a function of the tile."""
+        name = kernel.__name__
 
         def make(tile: Tile) -> Launch:
             sizes = {"BM": tile.queries, "BN": tile.keys, "BORDER": tile.keys}
             return Launch(kernel, grid(tile), {**self.shared, **sizes, **more}, tile)
 
-        return gpu.fitting(make, self.candidates(tiles), self.arch)
+        return gpu.fitting(make, self.candidates(name), self.arch, lambda: self.tuned(name))
 
 
 def prunes(p: AttentionProblem) -> bool:
@@ -89,29 +98,22 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _narrow(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Axes that an expand made are one long again."""
-    for axis in axes:
+def _by_head(x: Tensor) -> Tensor:
+    """(R, B, H, T) -> (B|1, H|1, R, T): axes that an expand made are one long again."""
+    for axis in (1, 2):
         if x.stride(axis) == 0 and x.shape[axis] > 1:
             x = x.narrow(axis, 0, 1)
-    return x
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """(R, B, H, T) -> (B|1, H|1, R, T), contiguous."""
-    return _narrow(x, (1, 2)).permute(1, 2, 0, 3).contiguous()
+    return x.permute(1, 2, 0, 3)
 
 
 def _in_two(c: Tensor) -> Tensor:
     """(R, B, H, T) float64 -> (B|1, H|1, R, 2, T): c as float32, and what that leaves out."""
-    return torch.stack(as_two_floats(_narrow(c, (1, 2)).permute(1, 2, 0, 3)), 3)
+    return torch.stack(as_two_floats(_by_head(c)), 3)
 
 
 def _strides(name: str, x: Tensor | None) -> dict[str, int]:
     """Strides over batch and heads of a (B|1, H|1, …) tensor; zero where it is shared."""
-    if x is None:
-        return {f"{name}_b": 0, f"{name}_h": 0}
-    return {f"{name}_{a}": x.stride(n) if x.shape[n] > 1 else 0 for n, a in enumerate("bh")}
+    return {f"{name}_{a}": 0 if x is None or x.shape[n] == 1 else x.stride(n) for n, a in enumerate("bh")}
 
 
 def first_of_document(documents: Tensor) -> Tensor:
@@ -137,26 +139,23 @@ def end_of_document(names: Tensor) -> Tensor:
 
 def _shared(p: AttentionProblem) -> dict[str, Any]:
     """What the kernels are given, but for their outputs. An absent tensor is replaced by q, never read."""
+
+    def made(x: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if x is None else change(x).contiguous()
+
     q, k, v = _dense(p.q), _dense(p.k), _dense(p.v)
-    rate_q, rate_k = (None if x is None else _by_head(x) for x in (p.rate_q, p.rate_k))
-    c_q, c_k = (None if x is None else _in_two(x) for x in (p.c_q, p.c_k))
-    probes = (None if x is None else x.contiguous() for x in (p.probe_q, p.probe_k))
-    documents = None if p.documents is None else first_of_document(p.documents).contiguous()
-    padding = None if p.key_padding is None else p.key_padding.to(torch.uint8).contiguous()
+    rate_q, rate_k = made(p.rate_q, _by_head), made(p.rate_k, _by_head)
+    c_q, c_k = made(p.c_q, _in_two), made(p.c_k, _in_two)
+    documents = made(p.documents, first_of_document)
+    padding = made(p.key_padding, lambda x: x.to(torch.uint8))
     given = {
-        "RATE_Q": rate_q,
-        "RATE_K": rate_k,
-        "C_Q": c_q,
-        "C_K": c_k,
-        "DOCS": documents,
-        "PADDING": padding,
-    }
-    given |= dict(zip(("PROBE_Q", "PROBE_K"), probes, strict=True)) | {"PATH_RATE": p.path_rate}
+        "RATE_Q": rate_q, "RATE_K": rate_k, "C_Q": c_q, "C_K": c_k, "DOCS": documents, "PADDING": padding,
+        "PROBE_Q": made(p.probe_q, Tensor.contiguous), "PROBE_K": made(p.probe_k, Tensor.contiguous),
+        "PATH_RATE": p.path_rate,
+    }  # fmt: skip
     tensors = {name: q if x is None else x for name, x in given.items()}
     strides = {
-        f"stride_{n}{a}": x.stride(i)
-        for n, x in zip("qkv", (q, k, v), strict=True)
-        for i, a in enumerate("bht")
+        f"stride_{n}{a}": x.stride(i) for n, x in (("q", q), ("k", k), ("v", v)) for i, a in enumerate("bht")
     }
     for name, x in (("rq", rate_q), ("rk", rate_k), ("cq", c_q), ("ck", c_k)):
         strides |= _strides(name, x)
@@ -205,10 +204,10 @@ def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 
 def _forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
-    keys = plan_keys(plan, plan.prunes)
+    keys = plan_keys(plan, plan.shared["PRUNE"])
     gpu.start(keys)
     bounds = keys.arguments["BOUNDS"]
-    if plan.prunes:
+    if plan.shared["PRUNE"]:
         bounds.copy_(bounds.cummax(-1).values)
     step, work = plan_forward(plan, out, lse, saved, keys.arguments["POISON"], bounds)
     gpu.start(step)
@@ -235,13 +234,13 @@ def plan_forward(
     p = plan.problem
     batch, heads, rows = p.q.shape[:3]
     more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "POISON": poison, "BOUNDS": bounds}
-    more["TAU"] = pruning.tau(p) if plan.prunes else lse
+    more["TAU"] = pruning.tau(p) if plan.shared["PRUNE"] else lse
     work = lse.new_empty((batch, heads, triton.cdiv(rows, 64), 2), dtype=torch.int32)
 
     def grid(tile: Tile) -> tuple[int, int]:
         return triton.cdiv(rows, tile.queries), batch * heads
 
-    step = plan.fitting(forward_kernels.forward_kernel, grid, FORWARD, {**more, "WORK": work})
+    step = plan.fitting(forward_kernels.forward_kernel, grid, {**more, "WORK": work})
     blocks = step.grid[0]
     return step, work.view(-1)[: batch * heads * blocks * 2].view(batch, heads, blocks, 2)
 
@@ -286,11 +285,12 @@ def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> It
         "part_keys": part_keys,
         "BM": block,
     }
-    yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), DECODE, more)
+    yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
     constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
-    tile = Tile(1, 1, 1, 1)
-    yield Launch(decode_kernels.combine_kernel, (batch * heads * rows,), {**end, **constants}, tile)
+    yield Launch(
+        decode_kernels.combine_kernel, (batch * heads * rows,), {**end, **constants}, Tile(1, 1, 1, 1)
+    )
 
 
 def _programs_wanted(device: torch.device) -> int:
@@ -348,53 +348,41 @@ def plan_backward(
     p, s = plan.problem, plan.shared
     out, lse, _, fine, first = results
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
-    d_out = _dense(d_out)
-    delta = torch.empty_like(lse)
+    d_out, delta = _dense(d_out), torch.empty_like(lse)
     shared = {f"stride_o{a}": d_out.stride(n) for n, a in enumerate("bht")} | {"D_OUT": d_out, "DELTA": delta}
-    ends = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
-    flags = {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
+    more = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
+    more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
     grid = (triton.cdiv(queries, PATCH), batch * heads)
-    tile = Tile(PATCH, PATCH, 4, 1)
-    yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **ends, **flags}, tile)
+    yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **more}, Tile(PATCH, PATCH, 4, 1))
 
     keys_step = plan_keys(plan, False)
     yield keys_step
-    shared |= {"POISON": keys_step.arguments["POISON"]}
-    shared |= {"LSE": lse, "FIRST": first, "NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads}
-    shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse) | {"heads_from": 0, "borders": 0}
-    names = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
-    none = {
-        name: grads.get(name, lse)
-        for name in ("rate_q", "rate_k", "c_q", "c_k", "probe_q", "probe_k", "path_rate")
-    }
-    key_side = {"DK": grads["k"], "D_V": grads["v"], "D_RATE": none["rate_k"], "D_C": none["c_k"]}
-    key_side |= {"D_PROBE": none["probe_k"], "DOC_ENDS": names}
-    query_side = {"DQ": grads["q"], "D_RATE": none["rate_q"], "D_C": none["c_q"]}
-    query_side |= {"D_PROBE": none["probe_q"], "D_PATH_RATE": none["path_rate"]}
+    shared |= {"POISON": keys_step.arguments["POISON"], "LSE": lse, "FIRST": first}
+    shared |= {"NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads, "heads_from": 0, "borders": 0}
+    shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
+    names = {"D_RATE": "rate", "D_C": "c", "D_PROBE": "probe"}
+    key_side, query_side = (
+        {place: grads.get(f"{name}_{side}", lse) for place, name in names.items()} for side in "kq"
+    )
+    key_side |= {"DK": grads["k"], "D_V": grads["v"]}
+    key_side["DOC_ENDS"] = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
     key = plan.fitting(
-        backward_kernels.key_kernel,
-        lambda tile: (triton.cdiv(keys, tile.keys), 1),
-        KEY,
-        {**shared, **key_side},
+        backward_kernels.key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side
     )
     border = key.tile.keys
-    at_borders = {"BORDER": border} if s["HAS_PATH"] else {}
+    query_side |= {"BORDER": border} if s["HAS_PATH"] else {}
     query = plan.fitting(
-        backward_kernels.query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), QUERY,
-        {**shared, **query_side, **at_borders},
-    )  # fmt: skip
-    borders = triton.cdiv(keys, border)
-    at_once = batch * heads
+        backward_kernels.query_kernel,
+        lambda tile: (triton.cdiv(queries, tile.queries), 1),
+        shared | query_side,
+    )
+    borders, at_once, sums = triton.cdiv(keys, border), batch * heads, {}
     if s["HAS_PATH"]:
         at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
-        sums = {
-            "CARRY": lse.new_empty(at_once * borders * queries),
-            "TOTAL": lse.new_empty(at_once * queries),
-        }
-        sums["RIGHT"] = torch.empty_like(sums["CARRY"])
-    else:
-        sums = {}
+        sums = {name: lse.new_empty(at_once * borders * queries) for name in ("CARRY", "RIGHT")}
+        sums["TOTAL"] = lse.new_empty(at_once * queries)
     for start in range(0, batch * heads, at_once):
         count = min(at_once, batch * heads - start)
         for step in (query, key):
@@ -406,27 +394,20 @@ def _gathered(
     plan: Plan, wanted: list[str], d_lse: Tensor | None, grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Gradients in the shapes and dtypes of the fields; heads that share a tensor are summed in order."""
-    p = plan.problem
     found: dict[str, Tensor] = {}
     for name in wanted:
-        like, grad = getattr(p, name), grads.get(name)
-        if name in ("k", "v", "probe_q", "probe_k"):
-            assert grad is not None
+        like, grad = getattr(plan.problem, name), grads[name]
+        if name == "path_rate":
+            grad = grad.sum((0, 2))
+        elif name in ("q", "k", "v", "probe_q", "probe_k"):
             if like.shape[1] != grad.shape[1]:
                 grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
-            found[name] = grad.to(like.dtype)
-        elif name == "path_rate":
-            assert grad is not None
-            found[name] = grad.sum((0, 2))
-        elif name == "q":
-            assert grad is not None
-            found[name] = grad
         else:
-            assert grad is not None
-            found[name] = grad.permute(2, 0, 1, 3)
+            grad = grad.permute(2, 0, 1, 3)
             if name == "c_q":
-                found[name] = _shifted(p, found[name], d_lse)
-            found[name] = found[name].to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+                grad = _shifted(plan.problem, grad, d_lse)
+            grad = grad.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+        found[name] = grad.to(like.dtype)
     return found
 
 

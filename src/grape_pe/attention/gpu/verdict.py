@@ -9,44 +9,21 @@ GRAPE_TRITON=check (default) does this; =on trusts the kernels without a check; 
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import os
-import stat
-import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cpu.build import cache_directory
-from . import child
+from . import child, store
 from .child import Verdict, verdict_from
-from .device import Device, describe, triton_version
+from .device import Device, describe
+from .store import Case, padded
 
 MODES = ("check", "on", "off")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Which kernels a call needs: head sizes as the kernels pad them, bias none | slope | path | both."""
-
-    dtype: str
-    head_dim: int
-    value_dim: int
-    bias: str
-    masks: tuple[str, ...]
-
-    def __str__(self) -> str:
-        heads = f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
-        return f"{self.dtype}, heads of {heads}, bias {self.bias}, masks {'+'.join(self.masks) or 'none'}"
 
 
 _known: dict[tuple[Any, ...], str | None] = {}
@@ -109,17 +86,6 @@ def mode() -> str:
     return chosen
 
 
-def padded(width: int) -> int:
-    """Features are padded to a power of two, at least the 16 a matrix unit takes.
-
-    By comparisons: torch.compile with dynamic shapes then has a constant, and one guard for each.
-    """
-    size = 16
-    while size < width:
-        size *= 2
-    return size
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -157,75 +123,26 @@ def _warn_once(case: Case, text: str) -> None:
         warnings.warn(f"grape-pe: {text}", stacklevel=2)
 
 
-@functools.cache
-def source_hash() -> str:
-    """Of every Python file in this folder."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(here.rglob("*.py")):
-        digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:20]
-
-
 # Stored verdicts
 
 
-def full_key(device: Device, case: Case) -> dict[str, Any]:
-    """Everything a verdict depends on, as JSON."""
-    parts = {
-        "device": asdict(device),
-        "torch": torch.__version__,
-        "triton": triton_version(),
-        "source": source_hash(),
-        "case": asdict(case),
-    }
-    return json.loads(json.dumps(parts))  # type: ignore[no-any-return]
-
-
-def folder() -> Path | None:
-    """The cache folder, made if need be; None unless it is the user's and nobody else may write to it."""
-    path = cache_directory()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except OSError:
-        return None
-    others = stat.S_IWGRP | stat.S_IWOTH
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & others):
-        return None
-    return path
-
-
-def _file(device: Device, case: Case) -> Path | None:
-    name = hashlib.sha256(json.dumps(full_key(device, case), sort_keys=True).encode()).hexdigest()[:20]
-    place = folder()
-    return None if place is None else place / f"triton-{name}.json"
+def _key(device: Device, case: Case) -> dict[str, Any]:
+    """A verdict holds for the tiles that were checked, so it also depends on what was tuned."""
+    return store.full_key(device, case, tiles=store.kept_tiles(device, case))
 
 
 def stored(device: Device, case: Case) -> Verdict | None:
-    """The verdict in the cache folder; a file that is damaged or was made for something else is ignored."""
-    path = _file(device, case)
+    """The verdict in the cache folder, or None."""
     try:
-        found = json.loads(path.read_text()) if path is not None else None
-        if not isinstance(found, dict) or found["key"] != full_key(device, case):
-            return None
-        return verdict_from(found["verdict"])
-    except (OSError, ValueError, TypeError, KeyError):
+        return verdict_from(store.read("triton", _key(device, case)))
+    except (ValueError, TypeError, KeyError):
         return None
 
 
-def store(device: Device, case: Case, verdict: Verdict) -> None:
-    """Atomic; without a usable folder the verdict lives as long as the process."""
-    path = _file(device, case)
-    if path is None or not verdict.conclusive:
-        return
-    text = json.dumps({"key": full_key(device, case), "verdict": asdict(verdict)}, indent=1)
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError:
-        return
+def keep(device: Device, case: Case, verdict: Verdict) -> None:
+    """Without a usable folder the verdict lives as long as the process."""
+    if verdict.conclusive:
+        store.write("triton", _key(device, case), asdict(verdict))
 
 
 # The check
@@ -239,32 +156,14 @@ def check(device: torch.device, case: Case, again: bool = False) -> Verdict:
     found = describe(device)
     with _checking:
         try:
-            with _machine_lock():
+            with store.machine_lock(4 * child.LIMIT):
                 verdict = None if again else stored(found, case)
                 if verdict is None:
-                    verdict = child.run({**asdict(case), "impl": "triton", "device": str(device)})
-                    store(found, case, verdict)
+                    tiles = store.kept_tiles(found, case)
+                    verdict = child.run(
+                        {**asdict(case), "impl": "triton", "device": str(device), "tiles": tiles}
+                    )
+                    keep(found, case, verdict)
                 return verdict
         except TimeoutError:
             return Verdict(False, "another process has been checking for too long", conclusive=False)
-
-
-@contextmanager
-def _machine_lock() -> Iterator[None]:
-    """One check at a time, so that eight processes do not run eight; none where the folder has no locks."""
-    from filelock import FileLock
-
-    place = folder()
-    lock = None if place is None else FileLock(place / "check.lock", timeout=4 * child.LIMIT)
-    try:
-        if lock is not None:
-            lock.acquire()
-    except TimeoutError:
-        raise
-    except (OSError, NotImplementedError):
-        lock = None
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()

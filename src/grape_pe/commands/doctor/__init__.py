@@ -26,6 +26,9 @@ def add_parsers(commands: Commands) -> None:
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="no times; verdicts on Triton kernels as stored")
     level.add_argument("--full", action="store_true", help="more dtypes, masks and longer sequences")
+    parser.add_argument(
+        "--tune", action="store_true", help="time the Triton kernels' tiles, keep the fastest"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON file without paths or names")
     add_json(parser)
 
@@ -36,7 +39,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     if options.out is not None:
         _write(options.out, "", mode="a")  # known before minutes of work
     level = "quick" if options.quick else "full" if options.full else "normal"
-    report = examine(level)
+    report = examine(level, options.tune)
     text = json.dumps(report, indent=1)
     if options.out is not None:
         _write(options.out, text + "\n")
@@ -54,9 +57,9 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
         raise CommandError(f"--out {path} cannot be written: {problem.strerror}") from None
 
 
-def examine(level: str) -> dict[str, Any]:
+def examine(level: str, tune: bool = False) -> dict[str, Any]:
     """Everything the doctor finds, as JSON."""
-    from . import checks, machine
+    from . import checks, machine, tiles
 
     report: dict[str, Any] = {
         "level": level,
@@ -70,6 +73,12 @@ def examine(level: str) -> dict[str, Any]:
         "gpus": machine.gpus(),
         "why_no_gpu": machine.why_no_gpu(),
     }
+    gpus = [device for device in checks.devices() if device != "cpu"]
+    report["tiles"] = None
+    if tune:  # first, so that the checks below use what is kept
+        report["tiles"] = [
+            row for device in gpus for row in tiles.rows(device, checks.plan(device, level), _progress)
+        ]
     report["checks"] = [
         asdict(row)
         for device in checks.devices()
@@ -88,6 +97,10 @@ def _problems(report: dict[str, Any]) -> list[str]:
         if row["status"] == "failed":
             what = f"{row['impl']} on {row['device']}, {row['dtype']}, bias {row['bias']}"
             found.append(f"{what}, {'+'.join(row['masks'])}: {row['reason']}")
+    for row in report["tiles"] or ():
+        if row["status"] == "failed":
+            what = f"{row['device']}, {row['dtype']}, heads of {row['head_dim']}, bias {row['bias']}"
+            found.append(f"tiles on {what}: {row['reason']}")
     return found
 
 

@@ -18,6 +18,7 @@ from ...attention import attend
 from ...attention.gpu import check, child, verdict
 from ...attention.gpu.check import OURS, Problem, bias_of, inputs, why_not
 from ...attention.gpu.child import Verdict
+from ...attention.gpu.store import Case, padded
 from .machine import scrub
 
 BIASES = ("none", "slope", "path", "both")
@@ -136,13 +137,8 @@ def _short(refusal: str) -> str:
 def _verdict(problem: Problem, what: Plan) -> Verdict:
     if problem.impl != "triton" or problem.device == "cpu":
         return check.safely(problem)
-    case = verdict.Case(
-        problem.dtype,
-        verdict.padded(problem.head_dim),
-        verdict.padded(problem.value_dim),
-        problem.bias,
-        tuple(sorted(problem.masks)),
-    )
+    heads = padded(problem.head_dim), padded(problem.value_dim)
+    case = Case(problem.dtype, *heads, problem.bias, tuple(sorted(problem.masks)))
     return verdict.check(torch.device(problem.device), case, again=what.again)
 
 

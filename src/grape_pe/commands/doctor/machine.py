@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from ...attention.cpu import build
-from ...attention.gpu import verdict
+from ...attention.gpu import store
+from ...attention.gpu.api import OLDEST_TRITON
 from ...attention.gpu.device import describe, release, triton_version
 
 #: whose requirements on whom are compared with what is installed
 REQUIREMENTS = (("grape-pe", "torch"), ("grape-pe", "transformers"), ("torch", "triton"))
-#: older versions compile wrong gradients for Hopper
-OLDEST_TRITON = (3, 7, 1)
 SETTINGS = ("GRAPE_TRITON", "GRAPE_PE_NATIVE", "TRITON_INTERPRET")
 
 
@@ -121,13 +120,14 @@ def cpu_kernel() -> dict[str, Any]:
 
 def cache() -> dict[str, Any]:
     """State of the cache folder, without its name."""
-    place = verdict.folder()
+    place = store.folder()
     if place is None:
         return {"usable": False, "reason": "it cannot be made, is not yours, or others may write to it"}
     return {
         "usable": True,
         "kernels": len(list(place.glob("*.so"))),
         "verdicts": len(list(place.glob("triton-*.json"))),
+        "tuned": len(list(place.glob("tiles-*.json"))),
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+from . import tiles
+
 HEADER = ("bias", "implementation", "call", "check", "error", "of allowed", "same bits", "time", "memory")
 
 WORDS = 4  # columns aligned to the left
@@ -27,6 +29,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "GPU"
     yield from _gpus(report)
+    yield from tiles.lines(report["tiles"], bool(report["gpus"]))
     for title, group in groupby(report["checks"], key=_title):
         yield ""
         yield title

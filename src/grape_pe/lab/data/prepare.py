@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...extras import require
 from ..errors import LabError
-from ..files import SCRATCH, damaged, read_json, write_json, writing
+from ..files import LOCK, SCRATCH, damaged, locked, read_json, write_json
+from ..progress import ProgressLine
 from .corpus import corpus_name
 from .encoding import EncodedChunk, encoded
 from .manifest import MANIFEST, PROGRESS, SPLITS, Manifest, load_manifest
-from .progress import Meter, meter
 from .shards import SplitWriter
 from .sources import BuiltinSource, Chunk, Source
 from .tokenizer import DEFAULT_TOKENIZER, FOLDER, build_tokenizer, load_tokenizer, tokenizer_setting
@@ -35,14 +34,13 @@ COMMIT_TOKENS = 1 << 23
 LEAST_HELD_OUT = 128
 #: which documents are held out; a dataset made by another rule is not continued
 SPLIT_RULE = 3
-LOCK = ".lock"
 
 Writers = dict[str, SplitWriter]
 HeldOut = Callable[[int], bool]
 
 
 @dataclass
-class _Progress:
+class _State:
     """How far a preparation is: the next document, where the source stands, the state of each stream."""
 
     settings: dict[str, Any]
@@ -84,15 +82,15 @@ def prepare(
         return directory
     _check_directory(directory)
     _check_source(source, validation)  # before anything is written
-    with _locked(directory, wait), _nothing_half_made(directory, keep=wait or _begun(directory)):
+    with locked(directory, wait), _nothing_half_made(directory, keep=wait or _begun(directory)):
         if not _finished(directory, settings):
             progress = _begin(directory, settings)
             held_out = source.hold_out(validation)
             if not (directory / FOLDER).is_dir():
                 texts = (text for chunk in source.chunks() for text in chunk.texts)
                 build_tokenizer(tokenizer, texts).save(directory)
-            with meter(show_progress, directory.name) as bar:
-                _run(source, directory, progress, held_out, workers, bar)
+            with closing(ProgressLine(directory.name, 0, 100, quiet=not show_progress)) as line:
+                _run(source, directory, progress, held_out, workers, line)
         (directory / PROGRESS).unlink(missing_ok=True)
     return directory
 
@@ -107,7 +105,7 @@ def _nothing_half_made(directory: Path, keep: bool) -> Iterator[None]:
     try:
         yield
     except LabError:
-        found = None if keep else _read_progress(directory)
+        found = None if keep else _read_state(directory)
         if found is not None and not found.documents:
             shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -182,44 +180,25 @@ def _check_directory(directory: Path) -> None:
         )
 
 
-@contextmanager
-def _locked(directory: Path, wait: bool) -> Iterator[None]:
-    """One preparation at a time; the system releases the lock when its process ends, however it ends."""
-    library = require("filelock", "lab")
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = library.FileLock(directory / LOCK, timeout=-1 if wait else 0)
-        try:
-            lock.acquire()
-        except library.Timeout:  # an OSError too, so it must not reach `writing`
-            raise LabError(
-                f"another process is preparing {directory}; wait for it, or choose another --out"
-            ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _begin(directory: Path, settings: dict[str, Any]) -> _Progress:
+def _begin(directory: Path, settings: dict[str, Any]) -> _State:
     """The progress to go on from; where nothing is done yet, the settings may still change."""
-    found = _read_progress(directory) or _Progress(settings)
+    found = _read_state(directory) or _State(settings)
     if found.documents:
         _check_same(found.settings, settings, directory)
     elif found.settings != settings:
         shutil.rmtree(directory / FOLDER, ignore_errors=True)
     if not found.documents:
-        found = _Progress(settings)
+        found = _State(settings)
         found.save(directory)
     for stale in directory.glob(f"{SCRATCH}*"):
         shutil.rmtree(stale, ignore_errors=True)
     return found
 
 
-def _read_progress(directory: Path) -> _Progress | None:
+def _read_state(directory: Path) -> _State | None:
     path, remedy = directory / PROGRESS, f"delete {directory} to start again"
     try:
-        found = _Progress(**read_json(path, remedy))
+        found = _State(**read_json(path, remedy))
     except FileNotFoundError:
         return None
     except TypeError as error:
@@ -241,7 +220,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) ->
 
 
 def _run(
-    source: Source, directory: Path, progress: _Progress, held_out: HeldOut, workers: int, bar: Meter
+    source: Source, directory: Path, progress: _State, held_out: HeldOut, workers: int, line: ProgressLine
 ) -> None:
     """Tokenize what is left of the source, then write the manifest."""
     tokenizer = load_tokenizer(directory)
@@ -250,7 +229,7 @@ def _run(
         if size is not None and not progress.documents:
             texts = _first_cut(texts, progress.settings["validation"] * size)
         with closing(encoded(texts, directory, workers)) as chunks:
-            _write_all(chunks, writers, progress, directory, held_out, tokenizer.eos, bar)
+            _write_all(chunks, writers, progress, directory, held_out, tokenizer.eos, line)
         shards = [shard for split in SPLITS for shard in writers[split].finish()]
     if {shard.split for shard in shards} != set(SPLITS):
         raise LabError("nothing is left to train on after the validation text; give more text")
@@ -259,7 +238,7 @@ def _run(
 
 
 @contextmanager
-def _writers(directory: Path, progress: _Progress) -> Iterator[Writers]:
+def _writers(directory: Path, progress: _State) -> Iterator[Writers]:
     size, streams = progress.settings["shard_tokens"], progress.streams or {}
     writers = {split: SplitWriter(directory, split, size, streams.get(split)) for split in SPLITS}
     try:
@@ -272,16 +251,17 @@ def _writers(directory: Path, progress: _Progress) -> Iterator[Writers]:
 def _write_all(
     chunks: Iterable[EncodedChunk],
     writers: Writers,
-    progress: _Progress,
+    progress: _State,
     directory: Path,
     held_out: HeldOut,
     eos: int,
-    bar: Meter,
+    line: ProgressLine,
 ) -> None:
     committed = _total(writers)
     for chunk in chunks:
         more = _write(chunk, writers, progress, held_out, eos)
-        bar.update(_total(writers), progress.documents, chunk.fraction)
+        percent = round(100 * (chunk.fraction or 0))
+        line.tell(percent, f"{progress.documents:,} documents, {_total(writers):,} tokens")
         if not more:
             return
         if _total(writers) - committed >= COMMIT_TOKENS:
@@ -291,7 +271,7 @@ def _write_all(
             progress.save(directory)
 
 
-def _write(chunk: EncodedChunk, writers: Writers, progress: _Progress, held_out: HeldOut, eos: int) -> bool:
+def _write(chunk: EncodedChunk, writers: Writers, progress: _State, held_out: HeldOut, eos: int) -> bool:
     """Add a chunk's documents to their streams; False once there are enough tokens."""
     most = progress.settings["max_tokens"]
     for document in chunk.documents():

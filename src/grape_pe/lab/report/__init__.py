@@ -1,12 +1,22 @@
-"""Reports of comparisons: one self-contained page, a table for terminals, JSON for scripts.
+"""Reports of comparisons and training runs: a self-contained page, tables for terminals and Markdown, JSON.
 
-`reading` turns directories into `results` · `statistics`, `ranking`, `verdict` say what they mean ·
-`curves`, `scores`, `picture_figures` draw · `page` writes the HTML.
+`reading`, `runs` turn directories into `results` · `statistics`, `ranking`, `verdict` say what they mean ·
+`tables`, `text` write tables · `curves`, `scores`, `picture_figures` draw · `page` writes the HTML.
 """
 
 from .page import report_page, write_report
 from .reading import read_results
 from .results import Results
-from .text import results_json, table
+from .text import markdown, results_json, summary, table, write_jsonl
 
-__all__ = ["Results", "read_results", "report_page", "results_json", "table", "write_report"]
+__all__ = [
+    "Results",
+    "markdown",
+    "read_results",
+    "report_page",
+    "results_json",
+    "summary",
+    "table",
+    "write_jsonl",
+    "write_report",
+]

@@ -1,4 +1,4 @@
-"""Figures of loss: while training, by position, and beyond the training length."""
+"""Figures of loss: while training, by budget, by position, and beyond the training length."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .figure import Curve, Figure, Trace, axis, doubling_axis, mean_and_band, one_view, over_seeds
+from .figure import Figure, Trace, View, axis, doubling_axis, gap_traces, mean_and_band, one_view
+from .ranking import budget_blocks, length_blocks, loss_blocks, text_blocks
 from .results import LanguageRun, Results
+from .statistics import Blocks
+from .stored import Curve, Evaluation, curve
 from .style import Style
+from .tables import short_count
 
 Looks = Mapping[str, Style]
 #: points of a training curve; more would not be seen
@@ -19,18 +23,59 @@ HEADROOM = 2.0
 
 def loss_figures(results: Results, looks: Looks) -> list[Figure]:
     """Every figure of loss that has data."""
-    made = [training(results, looks), validation(results, looks), by_position(results, looks)]
+    made = [*budget_figures(results, looks), training(results, looks), validation(results, looks)]
+    made += [by_position(results, looks)]
     made += [extrapolation(results, looks, windowed) for windowed in (False, True)]
+    made += [behind_by_length(results, looks)]
     return [figure for figure in made if not figure.empty]
 
 
 def _traces(
     results: Results, looks: Looks, of: Callable[[LanguageRun], Curve], markers: bool = False
 ) -> list[Trace]:
+    """Means over the seeds that all compared arms have; other arms over their own."""
+    found = loss_blocks(results)
+    out = []
+    for arm in results.arms:
+        seeds = found.units if arm.label in found.means else arm.language
+        runs = [of(arm.language[seed]) for seed in seeds]
+        out += mean_and_band(arm.label, looks[arm.label], runs, markers)
+    return out
+
+
+def _evaluated(of: Callable[[Evaluation], Curve]) -> Callable[[LanguageRun], Curve]:
+    return lambda run: {} if run.evaluation is None else of(run.evaluation)
+
+
+def budget_figures(results: Results, looks: Looks) -> list[Figure]:
+    """Loss against tokens, and how far each arm is behind the one that is best in the end."""
+    found = budget_blocks(results)
+    if not found:
+        return []
+    ticks = {"tickvals": list(found), "ticktext": [short_count(tokens) for tokens in found]}
+    across = axis("tokens trained on", type="log", **ticks)
+    data = _traces(
+        results, looks, _evaluated(lambda run: curve((b.tokens, b.loss) for b in run.budgets)), True
+    )
+    best = list(found.values())[-1].best
     return [
-        trace
-        for arm in results.arms
-        for trace in mean_and_band(arm, looks[arm.label], [of(run) for run in arm.language.values()], markers)
+        Figure(
+            "budgets",
+            "Loss by tokens trained on",
+            "Validation loss of a model trained on so many tokens, its learning rate brought down to the end each "
+            "time. Lines are means over seeds, bands run from the lowest to the highest seed.",
+            one_view(data),
+            {"xaxis": across, "yaxis": axis("loss (nats a token)", **_frame(data))},
+        ),
+        Figure(
+            "budget-gaps",
+            f"Behind {best}, by tokens trained on",
+            "Differences of runs of the same seed. Bars: 95% intervals over seeds, simultaneous over all pairs of "
+            "encodings at one budget; one that stays off zero is beyond chance. Whether a gap closes is judged on its "
+            "change within seeds (last column of the table), not by comparing bars.",
+            one_view(gap_traces(found, best, looks)),
+            {"xaxis": across, "yaxis": axis("loss difference", zeroline=True, zerolinecolor="var(--muted)")},
+        ),
     ]
 
 
@@ -68,7 +113,8 @@ def validation(results: Results, looks: Looks) -> Figure:
 
 
 def by_position(results: Results, looks: Looks) -> Figure:
-    data = _traces(results, looks, lambda run: run.by_position)
+    points = _evaluated(lambda run: curve(zip(run.by_position.position, run.by_position.loss, strict=False)))
+    data = _traces(results, looks, points)
     layout: dict[str, Any] = {
         "xaxis": doubling_axis("position in the text", max((x for t in data for x in t["x"]), default=1)),
         "yaxis": axis("loss (nats a token)", **_frame(data)),
@@ -100,13 +146,13 @@ def _mark(x: float, text: str) -> dict[str, Any]:
 
 def extrapolation(results: Results, looks: Looks, windowed: bool) -> Figure:
     base = results.train_length or 1
-
-    def curve(run: LanguageRun) -> Curve:
-        found = [s for s in run.extrapolation if (s.window is not None) == windowed and s.loss is not None]
-        return {s.length / base: s.loss for s in found if s.loss is not None}
-
-    data = _traces(results, looks, curve, markers=True)
-    ticks = list(over_seeds(curve(run) for arm in results.arms for run in arm.language.values()))
+    points = _evaluated(
+        lambda run: curve(
+            (e.length / base, e.loss) for e in run.extrapolation if (e.window is not None) == windowed
+        )
+    )
+    data = _traces(results, looks, points, markers=True)
+    ticks = [length / base for length in results.lengths(windowed)]
     how = "with a window of the training length" if windowed else "full attention"
     look = (
         "Attention reaches back one training length only, so no distance is new. Compare with full "
@@ -121,12 +167,44 @@ def extrapolation(results: Results, looks: Looks, windowed: bool) -> Figure:
         if ticks
         else "",
         one_view(data),
+        {"xaxis": _times(ticks), "yaxis": axis("loss (nats a token)", **_frame(data))},
+    )
+
+
+def _times(ticks: list[float]) -> dict[str, Any]:
+    text = [f"{tick:g}×" for tick in ticks]
+    return axis("length / training length", type="log", tickvals=ticks, ticktext=text)
+
+
+def behind_by_length(results: Results, looks: Looks) -> Figure:
+    """Differences to the best arm at each length, with the two kinds of interval."""
+    base, lengths = results.train_length or 1, results.lengths()
+    ranked = loss_blocks(results)
+    best = ranked.best if ranked.means else ""
+    over: dict[str, Callable[[Results, int], Blocks]] = {
+        "seeds: other training runs, the same text": length_blocks,
+        "text: the same models, other text": text_blocks,
+    }
+    views = []
+    for name, compared in over.items():
+        found = {length / base: compared(results, length) for length in lengths}
+        views.append(
+            View(name, gap_traces({x: each for x, each in found.items() if best in each.means}, best, looks))
+        )
+    data = [trace for view in views for trace in view.data]
+    return Figure(
+        "behind-by-length",
+        f"Behind {best}, by length",
+        "Full attention. 95% intervals, simultaneous over all pairs of encodings at one length. Those over seeds "
+        "pair runs of a seed, those over text pair stretches of text; each covers its own uncertainty only."
+        f"{_outside(data)}",
+        [view for view in views if view.data],
         {
-            "xaxis": axis(
-                "length / training length", type="log", tickvals=ticks, ticktext=[f"{t:g}×" for t in ticks]
-            ),
-            "yaxis": axis("loss (nats a token)", **_frame(data)),
+            "xaxis": _times([length / base for length in lengths]),
+            "yaxis": axis("loss difference", zeroline=True, zerolinecolor="var(--muted)", **_frame(data)),
         },
+        choose="Intervals over",
+        wide=True,
     )
 
 

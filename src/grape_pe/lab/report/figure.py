@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .results import Arm, Curve
+from .statistics import Blocks
+from .stored import Curve
 from .style import Style
 
 Trace = dict[str, Any]
@@ -92,24 +93,14 @@ def over_seeds(curves: Iterable[Curve]) -> dict[float, list[float]]:
     return dict(sorted(out.items()))
 
 
-def mean_and_band(arm: Arm, style: Style, curves: Iterable[Curve], markers: bool = False) -> list[Trace]:
+def mean_and_band(label: str, style: Style, curves: Iterable[Curve], markers: bool = False) -> list[Trace]:
     """The mean over seeds as a line; behind it the range from the lowest to the highest seed."""
     points = over_seeds(curves)
     if not points:
         return []
     x = [short(v) for v in points]
     mean = [short(sum(ys) / len(ys)) for ys in points.values()]
-    line: Trace = {
-        "type": "scatter",
-        "mode": "lines+markers" if markers else "lines",
-        "x": x,
-        "y": mean,
-        "name": plot_text(arm.label),
-        "meta": {"arm": arm.label},
-        "line": {"color": style.color, "dash": style.dash, "width": 2},
-        "marker": {"color": style.color, "symbol": style.symbol, "size": 7},
-        "hovertemplate": "%{y:.4f}",
-    }
+    line = _line(label, style, x, mean, markers)
     if all(len(ys) == 1 for ys in points.values()):
         return [line]
     low, high = ([short(f(ys)) for ys in points.values()] for f in (min, max))
@@ -122,9 +113,41 @@ def mean_and_band(arm: Arm, style: Style, curves: Iterable[Curve], markers: bool
         "fillcolor": style.faint(0.16),
         "line": {"width": 0, "color": style.faint(0)},
         "hoverinfo": "skip",
-        "meta": {"arm": arm.label},
+        "meta": {"arm": label},
     }
     return [band, line]
+
+
+def _line(label: str, style: Style, x: list[float], y: list[float], markers: bool) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if markers else "lines",
+        "x": x,
+        "y": y,
+        "name": plot_text(label),
+        "meta": {"arm": label},
+        "line": {"color": style.color, "dash": style.dash, "width": 2},
+        "marker": {"color": style.color, "symbol": style.symbol, "size": 7},
+        "hovertemplate": "%{y:.4f}",
+    }
+
+
+def gap_traces(found: Mapping[Any, Blocks], best: str, looks: Mapping[str, Style]) -> list[Trace]:
+    """Differences to one arm at each x, with their intervals."""
+    out = []
+    for label in dict.fromkeys(label for each in found.values() for label in each.means):
+        gaps = {x: each.difference(label, best) for x, each in found.items() if label in each.means}
+        trace = _line(label, looks[label], list(gaps), [short(gap.mean) for gap in gaps.values()], True)
+        margins = [0.0 if gap.high is None else short(gap.high - gap.mean) for gap in gaps.values()]
+        if any(margins):
+            trace["error_y"] = {
+                "type": "data",
+                "array": margins,
+                "color": looks[label].color,
+                "thickness": 1.2,
+            }
+        out.append(trace)
+    return out
 
 
 def heatmap(z: Sequence[Sequence[float | None]], x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -14,12 +15,12 @@ from ..files import write_text, writing
 from .curves import loss_figures
 from .figure import Figure
 from .picture_figures import picture_figures
-from .ranking import Row, ranking
+from .ranking import ranking
 from .reading import read_results
-from .results import Arm, Recipe, Results
+from .results import ArmResults, Recipe, Results
 from .scores import cost_figures, ranking_figure, task_figures
-from .statistics import Summary
 from .style import Style, palette_css, styles
+from .tables import Cell, Table, tables
 from .verdict import verdict
 
 SVG_DASHES = {
@@ -31,17 +32,10 @@ SVG_DASHES = {
     "longdashdot": "9 2 2 2",
 }
 Looks = Mapping[str, Style]
-NOTHING = '<td data-value="">–</td>'
-TABLE_CAPTION = (
-    "Mean ± standard deviation over seeds. “Behind the best” compares runs of the same seed; below it the "
-    "95% interval, simultaneous over all pairs: where it stays above zero, the difference is beyond "
-    "chance. Other intervals are Student's, of the mean. Tasks: share solved exactly, averaged over "
-    "lengths, then over tasks. Click a heading to sort."
-)
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
-    """Read comparison directories and write one self-contained page; returns its path."""
+    """Read what `read_results` reads and write one self-contained page; returns its path."""
     return write_page(report_page(read_results([Path(d) for d in directories])), Path(out))
 
 
@@ -54,35 +48,50 @@ def write_page(text: str, out: Path) -> Path:
 
 
 def report_page(results: Results) -> str:
-    """The page of a comparison."""
+    """The page of comparisons or runs."""
     looks = styles(results.arms)
-    sections = [
-        _answer(results, looks),
-        _section("loss", "Loss", "", loss_figures(results, looks)),
+    made = {table.key: table_html(table, looks) for table in tables(results)}
+    of_loss = [made.get(key, "") for key in ("budgets", "lengths", "far")]
+    parts = [
+        _answer(results, looks, made.get("ranking", "")),
+        _part("loss", "Loss", loss_figures(results, looks), tables=of_loss),
         _tasks(results),
-        _section("cost", "Speed and memory", "", cost_figures(results, looks)),
+        _part("lm", "Language tasks", [], tables=[made.get("lm", "")]),
+        _part("cost", "Speed and memory", cost_figures(results, looks)),
+        _part("rates", "Learning rates", [], tables=[made.get("sweep", "")]),
         _pictures(results, looks),
         _about(results),
     ]
-    return page("Which position encoding?", [s for s in sections if s.body], _legend(results.arms, looks))
+    return page(_title(results), [part for part in parts if part.body], _legend(results.arms, looks))
 
 
-class Section:
+def _title(results: Results) -> str:
+    return "Which position encoding?" if len(results.arms) > 1 else "Training run"
+
+
+@dataclass(frozen=True)
+class Part:
     """A part of the page with its entry in the contents; empty ones are left out."""
 
-    def __init__(self, key: str, title: str, body: str, figures: Iterable[Figure] = ()) -> None:
-        self.key, self.title, self.body, self.figures = key, title, body, list(figures)
+    key: str
+    title: str
+    body: str
+    figures: Sequence[Figure] = ()
 
 
-def _section(
-    key: str, title: str, lead: str, figures: Sequence[Figure], small: Sequence[Figure] = ()
-) -> Section:
-    if not figures and not small:
-        return Section(key, title, "")
-    said = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    return Section(
-        key, title, f"<h2>{escape(title)}</h2>{said}{grid(figures)}{grid(small, 'small')}", [*figures, *small]
-    )
+def _part(
+    key: str,
+    title: str,
+    figures: Sequence[Figure],
+    lead: str = "",
+    small: Sequence[Figure] = (),
+    tables: Sequence[str] = (),
+) -> Part:
+    if not figures and not small and not any(tables):
+        return Part(key, title, "")
+    intro = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+    body = f"<h2>{escape(title)}</h2>{intro}{grid(figures)}{grid(small, 'small')}{''.join(tables)}"
+    return Part(key, title, body, [*figures, *small])
 
 
 def grid(figures: Sequence[Figure], kind: str = "") -> str:
@@ -105,77 +114,46 @@ def _chooser(figure: Figure) -> str:
     return f'<label class="choose">{escape(figure.choose)} <select>{options}</select></label>'
 
 
-def _answer(results: Results, looks: Looks) -> Section:
-    said = verdict(results)
+def _answer(results: Results, looks: Looks, table: str) -> Part:
+    answer = verdict(results)
     figure = ranking_figure(results, looks)
-    details = "".join(f"<li>{escape(sentence)}</li>" for sentence in said.details)
+    details = "".join(f"<li>{escape(sentence)}</li>" for sentence in answer.details)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in results.notes)
     drawn = [] if figure.empty else [figure]
     body = (
-        f'<h1>Which position encoding?</h1><p class="headline">{escape(said.headline)}</p>'
-        f'<ul class="details">{details}</ul>{notes}{grid(drawn)}{_table(results, looks)}'
+        f'<h1>{_title(results)}</h1><p class="headline">{escape(answer.headline)}</p>'
+        f'<ul class="details">{details}</ul>{notes}{grid(drawn)}{table}'
     )
-    return Section("answer", "Answer", body, drawn)
+    return Part("answer", "Answer", body, drawn)
 
 
-def _table(results: Results, looks: Looks) -> str:
-    """The ranking; columns that nothing was measured for are left out."""
-    rows = ranking(results)
-    lines = [_table_cells(row, results.stretch, i == 0) for i, row in enumerate(rows)]
-    heads = [name for name in (lines[0] if lines else ()) if any(line[name] != NOTHING for line in lines)]
+def table_html(table: Table, looks: Looks) -> str:
+    """A table that can be sorted by its headings."""
     head = "".join(
-        f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in ("Encoding", *heads)
+        f'<th scope="col"><button type="button">{escape(name)}</button></th>'
+        for name in ("encoding", *table.heads)
     )
     body = "".join(
-        f"<tr{' class=best' if i == 0 and row.val_loss else ''}>{_row_head(row, looks[row.label])}"
-        f"{''.join(line[name] for name in heads)}</tr>"
-        for i, (row, line) in enumerate(zip(rows, lines, strict=True))
+        f"<tr>{_row_head(label, looks.get(label))}{''.join(map(_cell, cells))}</tr>"
+        for label, cells in table.rows
     )
+    title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f'<tbody>{body}</tbody></table></div><p class="caption">{TABLE_CAPTION}</p>'
+        f'{title}<div class="scroll" tabindex="0"><table id="table-{table.key}"><thead><tr>{head}</tr></thead>'
+        f'<tbody>{body}</tbody></table></div><p class="caption">{escape(table.caption)}</p>{notes}'
     )
 
 
-def _row_head(row: Row, style: Style) -> str:
-    return f'<th scope="row" data-value="{escape(row.label)}">{_swatch(style)} {escape(row.label)}</th>'
+def _row_head(label: str, style: Style | None) -> str:
+    swatch = f"{_swatch(style)} " if style else ""
+    return f'<th scope="row" data-value="{escape(label)}">{swatch}{escape(label)}</th>'
 
 
-def _table_cells(row: Row, stretch: str, best: bool) -> dict[str, str]:
-    seeds = len(row.losses) or len(row.solved)
-    status = f"<small>{escape(row.status)}</small>" if row.status else ""
-    leads = best and row.val_loss is not None
-    return {
-        "Validation loss": _cell(row.val_loss, 4, interval=False),
-        "Behind the best": '<td data-value="0">best</td>' if leads else _cell(row.behind, 4, sign=True),
-        f"Loss at {stretch}": _cell(row.long_loss, 3),
-        "Tasks": _cell(row.tasks, 1, scale=100, unit="%"),
-        "Tokens/s": _cell(row.speed, 0, interval=False),
-        "Memory": _cell(row.memory, 0, scale=2.0**-20, unit=" MB", interval=False),
-        "Seeds": f'<td data-value="{seeds}">{seeds}{status}</td>',
-    }
-
-
-def _cell(
-    summary: Summary | None,
-    digits: int,
-    scale: float = 1.0,
-    unit: str = "",
-    sign: bool = False,
-    interval: bool = True,
-) -> str:
-    if summary is None:
-        return NOTHING
-
-    def show(value: float) -> str:
-        return f"{value * scale:{'+' if sign else ''},.{digits}f}"
-
-    spread = "" if summary.spread is None else f"{summary.spread * scale:,.{digits}f}"
-    spread = f" ± {spread}" if spread.strip("0.") else ""
-    shown = show(summary.mean) + spread + unit
-    if interval and summary.low is not None and summary.high is not None:
-        shown += f"<small>{show(summary.low)} … {show(summary.high)}</small>"
-    return f'<td data-value="{summary.mean}">{shown}</td>'
+def _cell(cell: Cell) -> str:
+    small = f"<small>{escape(cell.small)}</small>" if cell.small else ""
+    value = "" if cell.value is None else cell.value
+    return f'<td data-value="{value}">{escape(cell.text) or "–"}{small}</td>'
 
 
 def _swatch(style: Style) -> str:
@@ -187,7 +165,7 @@ def _swatch(style: Style) -> str:
     )
 
 
-def _legend(arms: Sequence[Arm], looks: Looks) -> str:
+def _legend(arms: Sequence[ArmResults], looks: Looks) -> str:
     chips = "".join(
         f'<button type="button" class="chip" aria-pressed="true" data-arm="{escape(arm.label)}">'
         f"{_swatch(looks[arm.label])}{escape(arm.label)}</button>"
@@ -196,16 +174,16 @@ def _legend(arms: Sequence[Arm], looks: Looks) -> str:
     return f'<div class="legend"><p>Click hides and shows, a double click shows one alone</p>{chips}</div>'
 
 
-def _tasks(results: Results) -> Section:
+def _tasks(results: Results) -> Part:
     figures = task_figures(results)
     deep = [figure for figure in figures if figure.key.startswith("depth-")]
     lead = "Numbers are percent."
     if deep:
         lead += " Small panels: how deep in the text the thing to find stood (0% is the beginning)."
-    return _section("tasks", "Tasks", lead, [f for f in figures if f not in deep], deep)
+    return _part("tasks", "Tasks", [f for f in figures if f not in deep], lead, deep)
 
 
-def _pictures(results: Results, looks: Looks) -> Section:
+def _pictures(results: Results, looks: Looks) -> Part:
     order = [row.label for row in ranking(results)]
     arms = sorted(results.arms, key=lambda arm: order.index(arm.label))
     blocks: list[str] = []
@@ -217,10 +195,10 @@ def _pictures(results: Results, looks: Looks) -> Section:
         figures += made
         blocks.append(picture_html(arm.label, arm.picture, made, looks[arm.label], opened=not blocks))
     if not blocks:
-        return Section("pictures", "Pictures", "")
+        return Part("pictures", "Pictures", "")
     lead = "What each encoding learned to do: the first seed's model reads a sample text. Best first."
     body = f'<h2>Pictures</h2><p class="lead">{escape(lead)}</p>{"".join(blocks)}'
-    return Section("pictures", "Pictures", body, figures)
+    return Part("pictures", "Pictures", body, figures)
 
 
 def picture_html(
@@ -241,12 +219,12 @@ def picture_page(label: str, picture: Mapping[str, Any]) -> str:
     style = Style(0, "solid", "circle")
     figures = picture_figures(picture, style, "picture")
     body = f"<h1>{escape(label)}</h1>{picture_html(label, picture, figures, style, opened=True)}"
-    return page(f"{label}: a position encoding", [Section("picture", "Picture", body, figures)])
+    return page(f"{label}: a position encoding", [Part("picture", "Picture", body, figures)])
 
 
-def _about(results: Results) -> Section:
+def _about(results: Results) -> Part:
     body = "<h2>How this was measured</h2>" + "".join(map(_recipe_html, results.recipes))
-    return Section("about", "Method", body)
+    return Part("about", "Method", body)
 
 
 def _recipe_html(recipe: Recipe) -> str:
@@ -265,7 +243,7 @@ def _listed(values: Mapping[str, Any]) -> str:
     return " · ".join(f"{name} {value}" for name, value in values.items() if value not in ("", None, {}))
 
 
-def page(title: str, sections: Sequence[Section], legend: str = "") -> str:
+def page(title: str, sections: Sequence[Part], legend: str = "") -> str:
     """The whole document: styles, contents, sections, figures as data, plotly once, and the script."""
     payload = {figure.key: figure.payload() for section in sections for figure in section.figures}
     data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

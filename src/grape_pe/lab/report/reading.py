@@ -1,25 +1,37 @@
-"""Comparison directories, read into `Results`. A missing run is known as such; a damaged file is an error.
+"""Read into `Results`: directories of `grape compare`, runs of `grape train`, files of `grape report --jsonl`.
+
+A missing run is known as such; a damaged file is an error.
 
 results = read_results([Path("out/small")])
-results.arms[0].language[0].val_loss
+results.arms[0].language[0].evaluation.val_loss
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..compare.arms import Arm
 from ..errors import LabError
 from ..files import damaged, read_json
-from ..pictures import VERSION as PICTURE_VERSION
-from ..run_directory import read_metrics
+from ..inspect.figure_data import VERSION as PICTURE_VERSION
+from ..train.run_directory import CONFIG, read_metrics
 from .picture_figures import check_picture
-from .results import Arm, LanguageRun, Recipe, Results, Stretch, TaskScore
-from .stored import Evaluation, StoredComparison, read_comparison, read_evaluation, read_evaluations
+from .results import ArmResults, LanguageRun, Recipe, Results
+from .runs import read_lm_scores, read_run
+from .stored import (
+    Evaluation,
+    Score,
+    StoredComparison,
+    curves,
+    flat,
+    read_comparison,
+    read_evaluation,
+    read_lines,
+)
 
 #: settings that belong to one run, or to how it was executed, and not to the recipe all runs share
 NOT_THE_RECIPE = (
@@ -27,53 +39,149 @@ NOT_THE_RECIPE = (
     "train.compile", "train.recompute", "train.strategy", "train.shard", "train.checkpoint_every",
     "train.keep", "log.every", "log.tensorboard", "log.wandb",
 )  # fmt: skip
+#: one place of results: its recipe, tasks and arms
+Source = tuple[Recipe, Sequence[str], list[ArmResults]]
 
 
-def read_results(directories: Sequence[Path]) -> Results:
-    """Read comparison directories; the same label under the same recipe is one arm with more seeds."""
-    if not directories:
-        raise LabError("no directory given; name one that `grape compare` wrote")
+def read_results(places: Sequence[Path]) -> Results:
+    """Read what is named; the same label under the same recipe is one arm with more seeds.
+
+    Args:
+        places: directories of `grape compare`, of `grape train`, files of `grape report --jsonl`, and JSON files
+            of `grape eval lm`.
+    """
     notes: list[str] = []
     recipes: list[Recipe] = []
-    arms: dict[tuple[str, int, str], Arm] = {}
+    arms: dict[tuple[str, int, str], ArmResults] = {}
     tasks: dict[str, None] = {}
-    for directory in directories:
-        said = _comparison(Path(directory))
-        recipe = _recipe_index(recipes, _recipe(Path(directory), said))
-        tasks |= dict.fromkeys(said.tasks)
-        for arm in _arms(Path(directory), said, recipe, notes):
-            key = (arm.label, recipe, json.dumps(arm.options, sort_keys=True))
+    scores: dict[str, Any] = {}
+    for place in map(Path, places):
+        scores |= read_lm_scores(place)
+        if place.suffix == ".json":
+            continue
+        recipe, named, found = _source(place, notes)
+        index = _recipe_index(recipes, recipe)
+        tasks |= dict.fromkeys(named)
+        for each in found:
+            arm = replace(each, recipe=index)
+            key = (arm.label, index, json.dumps(_own_settings(arm.arm), sort_keys=True))
             arms[key] = _joined(arms[key], arm, notes) if key in arms else arm
-    tasks |= dict.fromkeys(score.task for arm in arms.values() for score in arm.scores)
+    if not recipes:
+        raise LabError("no results given; name a directory that grape compare or grape train wrote")
     notes.extend(recipe_differences(recipes))
-    return Results(tuple(_named(list(arms.values()), recipes)), tuple(recipes), tuple(tasks), tuple(notes))
-
-
-def _comparison(directory: Path) -> StoredComparison:
-    path = directory / "compare.json"
-    if not path.exists():
-        raise LabError(f"no compare.json in {directory}; name a directory that `grape compare` wrote")
-    return read_comparison(path)
-
-
-def _recipe(directory: Path, said: StoredComparison) -> Recipe:
-    return Recipe(
-        name=directory.resolve().name,
-        settings=_flat(said.recipe),
-        seeds=tuple(said.seeds),
-        machine=said.machine,
-        versions=said.versions,
-        command=said.command,
+    return Results(
+        tuple(_named(list(arms.values()), recipes)), tuple(recipes), tuple(tasks), tuple(notes), scores
     )
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names to values."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        out |= _flat(value, f"{name}.") if isinstance(value, dict) and not prefix else {name: value}
-    return out
+def _source(place: Path, notes: list[str]) -> Source:
+    if place.suffix == ".jsonl":
+        return _from_file(place)
+    if (place / "compare.json").exists():
+        return _from_comparison(place, notes)
+    if (place / CONFIG).exists():
+        recipe, arm = read_run(place)
+        return recipe, (), [arm]
+    raise LabError(
+        f"no compare.json and no {CONFIG} in {place}; name a directory that grape compare or grape train wrote, "
+        "or a file of grape report --jsonl"
+    )
+
+
+def _recipe(name: str, stored: StoredComparison) -> Recipe:
+    settings = flat(stored.recipe)
+    return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command)
+
+
+StoredRuns = Mapping[tuple[str, str, int, str], Evaluation]
+
+
+def _by_key(found: Sequence[Evaluation]) -> StoredRuns:
+    return {(each.kind, each.label, each.seed, each.task or ""): each for each in found}
+
+
+def _from_file(path: Path) -> Source:
+    """Results without the runs' directories: no training curves and no pictures."""
+    if not path.is_file():
+        raise LabError(f"there is no file {path}; grape report RESULTS --jsonl {path} writes one")
+    stored, found = read_lines(path)
+    if stored is None:
+        arms = {each.label: Arm.parse(each.label) for each in found}
+        tasks = dict.fromkeys(each.task for each in found if each.task)
+        stored = StoredComparison(arms=list(arms.values()), tasks=list(tasks))
+    runs = _by_key(found)
+    language = any(each.kind == "language" for each in found)
+    return _recipe(path.stem, stored), stored.tasks, list(_arms(Path(), stored, runs, language, []))
+
+
+def _from_comparison(directory: Path, notes: list[str]) -> Source:
+    stored = read_comparison(directory / "compare.json")
+    runs = _by_key(read_lines(directory / "results.jsonl")[1])
+    language = bool(stored.comparison.get("language", True))
+    arms = list(_arms(directory, stored, runs, language, notes))
+    return _recipe(directory.resolve().name, stored), stored.tasks, arms
+
+
+def _arms(
+    directory: Path, stored: StoredComparison, runs: StoredRuns, language: bool, notes: list[str]
+) -> Iterator[ArmResults]:
+    for arm in stored.arms:
+        label = arm.label
+        seeds = dict.fromkeys((*stored.seeds, *(seed for _, name, seed, _ in runs if name == label)))
+        text = {seed: _language_run(directory, label, seed, runs, notes) for seed in seeds if language}
+        scores = {seed: tuple(_scores(directory, stored.tasks, label, seed, runs)) for seed in seeds}
+        options = {**_recipe_options(stored), **arm.options}
+        yield ArmResults(label, arm.model_copy(update={"options": options}), 0, text, scores)
+
+
+def _recipe_options(stored: StoredComparison) -> dict[str, Any]:
+    """Encoding options that the recipe gives to every arm."""
+    model = stored.recipe.get("model")
+    options = model.get("encoding_options") if isinstance(model, dict) else None
+    return options if isinstance(options, dict) else {}
+
+
+def _own_settings(arm: Arm) -> dict[str, Any]:
+    """Everything that is set for this arm alone."""
+    model = {f"model.{name}": value for name, value in arm.model.items()}
+    return arm.options | model | {f"train.{name}": value for name, value in arm.train.items()}
+
+
+def _evaluation(path: Path, key: tuple[str, str, int, str], runs: StoredRuns) -> Evaluation | None:
+    """What the run's directory has; a line of results.jsonl stands in for one that is gone."""
+    return read_evaluation(path) if path.exists() else runs.get(key)
+
+
+def _language_run(directory: Path, label: str, seed: int, runs: StoredRuns, notes: list[str]) -> LanguageRun:
+    run = directory / "runs" / f"{label}-s{seed}"
+    found = _evaluation(run / "evaluation.json", ("language", label, seed, ""), runs)
+    lines = read_metrics(run)
+    training, validation = curves(lines)
+    return LanguageRun(seed, found, training, validation, _picture(run / "picture.json", notes))
+
+
+def _scores(
+    directory: Path, tasks: Sequence[str], label: str, seed: int, runs: StoredRuns
+) -> Iterator[Score]:
+    for task in tasks:
+        path = directory / "tasks" / task / f"{label}-s{seed}" / "evaluation.json"
+        found = _evaluation(path, ("task", label, seed, task), runs)
+        yield from (score.model_copy(update={"task": task}) for score in (found.scores if found else ()))
+
+
+def _picture(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    remedy = "remove it, and the report is written without this picture"
+    found = read_json(path, remedy)
+    if isinstance(found.get("version"), int) and found["version"] != PICTURE_VERSION:
+        notes.append(f"{path} is no picture this version can show and was left out")
+        return None
+    try:
+        check_picture(found)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as problem:
+        raise damaged(path, f"it cannot be drawn ({problem!r:.80})", remedy) from None
+    return found
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
@@ -97,147 +205,30 @@ def recipe_differences(recipes: Sequence[Recipe]) -> list[str]:
     for other in recipes[1:]:
         theirs = _shared(other)
         changed = [n for n in {**first, **theirs} if first.get(n) != theirs.get(n)]
-        said = "; ".join(f"{n}: {first.get(n)} there, {theirs.get(n)} here" for n in changed[:6])
+        listed = "; ".join(f"{n}: {first.get(n)} there, {theirs.get(n)} here" for n in changed[:6])
         notes.append(
-            f"{other.name} used another recipe than {recipes[0].name} ({said}). "
+            f"{other.name} used another recipe than {recipes[0].name} ({listed}). "
             "Values under different recipes are shown together but are no fair comparison."
         )
     return notes
 
 
-def _named(arms: Sequence[Arm], recipes: Sequence[Recipe]) -> Iterator[Arm]:
+def _named(arms: Sequence[ArmResults], recipes: Sequence[Recipe]) -> Iterator[ArmResults]:
     """Labels that differ wherever encoding options or recipes do."""
     for arm in arms:
         twins = [each for each in arms if (each.label, each.recipe) == (arm.label, arm.recipe)]
-        label = arm.label if len(twins) == 1 else f"{arm.label} {_options(arm)}"
+        options = ", ".join(f"{name}={value}" for name, value in _own_settings(arm.arm).items())
+        label = arm.label if len(twins) == 1 else f"{arm.label} [{options or 'default options'}]"
         yield replace(arm, label=f"{label} ({recipes[arm.recipe].name})" if arm.recipe else label)
 
 
-def _options(arm: Arm) -> str:
-    said = ", ".join(f"{name}={value}" for name, value in arm.options.items())
-    return f"[{said or 'default options'}]"
-
-
-def _arms(directory: Path, said: StoredComparison, recipe: int, notes: list[str]) -> Iterator[Arm]:
-    stored = _stored(directory)
-    for each in said.arms:
-        label = each.label
-        seeds = dict.fromkeys((*said.seeds, *(seed for _, name, seed, _ in stored if name == label)))
-        text_seeds = seeds if said.comparison.get("language", True) else ()
-        runs = {seed: _language_run(directory, label, seed, stored, notes) for seed in text_seeds}
-        scores = [
-            score
-            for task in said.tasks
-            for seed in seeds
-            for score in _scores(directory, task, label, seed, stored)
-        ]
-        options = {**_recipe_options(said), **each.own_settings()}
-        yield Arm(label, each.encoding, each.kv_shift, recipe, runs, tuple(scores), options)
-
-
-def _recipe_options(said: StoredComparison) -> dict[str, Any]:
-    """Encoding options that the recipe gives to every arm."""
-    model = said.recipe.get("model")
-    options = model.get("encoding_options") if isinstance(model, dict) else None
-    return options if isinstance(options, dict) else {}
-
-
-def _joined(ours: Arm, theirs: Arm, notes: list[str]) -> Arm:
+def _joined(ours: ArmResults, theirs: ArmResults, notes: list[str]) -> ArmResults:
     """Seeds of both; a seed that was evaluated in both keeps what was read first."""
-    twice = [
-        s
-        for s, r in theirs.language.items()
-        if r.evaluated and s in ours.language and ours.language[s].evaluated
-    ]
+    twice = [seed for seed in theirs.evaluations if seed in ours.evaluations]
     if twice:
         notes.append(
             f"{ours.label}: seed {', '.join(map(str, twice))} is in several directories; the first counts"
         )
-    runs = {
-        **theirs.language,
-        **{s: r for s, r in ours.language.items() if r.evaluated or s not in theirs.language},
-    }
-    known = {(score.task, score.seed) for score in ours.scores}
-    more = tuple(score for score in theirs.scores if (score.task, score.seed) not in known)
-    return replace(ours, language=dict(sorted(runs.items())), scores=ours.scores + more)
-
-
-StoredRuns = Mapping[tuple[str, str, int, str], Evaluation]
-
-
-def _stored(directory: Path) -> StoredRuns:
-    """results.jsonl by (kind, label, seed, task): what stands in for runs whose directories are gone."""
-    found = read_evaluations(directory / "results.jsonl")
-    return {(each.kind, each.label, each.seed, each.task or ""): each for each in found}
-
-
-def _evaluation(path: Path, key: tuple[str, str, int, str], stored: StoredRuns) -> Evaluation | None:
-    return read_evaluation(path) if path.exists() else stored.get(key)
-
-
-def _language_run(
-    directory: Path, label: str, seed: int, stored: StoredRuns, notes: list[str]
-) -> LanguageRun:
-    run = directory / "runs" / f"{label}-s{seed}"
-    said = _evaluation(run / "evaluation.json", ("language", label, seed, ""), stored)
-    lines = read_metrics(run)
-    found = LanguageRun(
-        seed,
-        train_curve=_curve(lines, "train"),
-        validation_curve=_curve(lines, "validation"),
-        picture=_picture(run / "picture.json", notes),
-    )
-    return found if said is None else _evaluated(found, said)
-
-
-def _curve(lines: Sequence[Mapping[str, Any]], kind: str) -> dict[float, float]:
-    return _pairs((x.get("step"), x.get("loss")) for x in lines if x["kind"] == kind)
-
-
-def _evaluated(run: LanguageRun, said: Evaluation) -> LanguageRun:
-    return replace(
-        run,
-        evaluated=True,
-        val_loss=number(said.val_loss),
-        parameters=said.parameters,
-        train_length=said.train_length,
-        tokens_per_second=number(said.tokens_per_second),
-        peak_memory_bytes=number(said.peak_memory_bytes),
-        seconds=number(said.seconds),
-        by_position=_pairs(zip(said.by_position.position, said.by_position.loss, strict=False)),
-        extrapolation=tuple(Stretch(e.length, e.window, number(e.loss)) for e in said.extrapolation),
-    )
-
-
-def _picture(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    remedy = "remove it, and the report is written without this picture"
-    said = read_json(path, remedy)
-    if isinstance(said.get("version"), int) and said["version"] != PICTURE_VERSION:
-        notes.append(f"{path} is no picture this version can show and was left out")
-        return None
-    try:
-        check_picture(said)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as problem:
-        raise damaged(path, f"it cannot be drawn ({problem!r:.80})", remedy) from None
-    return said
-
-
-def _scores(directory: Path, task: str, label: str, seed: int, stored: StoredRuns) -> Iterator[TaskScore]:
-    path = directory / "tasks" / task / f"{label}-s{seed}" / "evaluation.json"
-    said = _evaluation(path, ("task", label, seed, task), stored)
-    for each in said.scores if said else ():
-        depth, exact, token = number(each.depth), number(each.exact), number(each.token)
-        yield TaskScore(task, seed, each.split, each.length, depth, exact, token)
-
-
-def _pairs(pairs: Any) -> dict[float, float]:
-    found = ((number(x), number(y)) for x, y in pairs)
-    return {x: y for x, y in found if x is not None and y is not None}
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if fine else None
+    kept = {s: run for s, run in ours.language.items() if run.evaluation or s not in theirs.language}
+    scores = {**theirs.scores, **{s: each for s, each in ours.scores.items() if each}}
+    return replace(ours, language=dict(sorted({**theirs.language, **kept}.items())), scores=scores)

@@ -1,7 +1,7 @@
-"""A comparison directory, read into typed objects. What is missing or broken becomes a note, not an error.
+"""What a report is made from: arms with their runs, and the recipes they share.
 
 results = read_results([Path("out/small")])
-results.arms[0].language[0].val_loss
+results.arms[0].language[0].evaluation.val_loss
 """
 
 from __future__ import annotations
@@ -10,74 +10,53 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Curve = Mapping[float, float]
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Loss at one length, in full (`window` None) or with attention limited to a window."""
-
-    length: int
-    window: int | None
-    loss: float | None
+from ..compare.arms import Arm
+from ..evaluate.benchmarks import Scores
+from .stored import Curve, Evaluation, Score
 
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """One training run on text and its evaluation; None where a value is missing or not finite."""
+    """One training run on text; `evaluation` is None until it is done."""
 
     seed: int
-    evaluated: bool = False
-    val_loss: float | None = None
-    parameters: int | None = None
-    train_length: int | None = None
-    tokens_per_second: float | None = None
-    peak_memory_bytes: float | None = None
-    seconds: float | None = None
-    by_position: Curve = field(default_factory=dict)
-    extrapolation: tuple[Stretch, ...] = ()
+    evaluation: Evaluation | None = None
     train_curve: Curve = field(default_factory=dict)
     validation_curve: Curve = field(default_factory=dict)
     picture: Mapping[str, Any] | None = None
 
     @property
     def diverged(self) -> bool:
-        return self.evaluated and self.val_loss is None
-
-    def loss_at(self, length: int, window: int | None = None) -> float | None:
-        found = [s.loss for s in self.extrapolation if s.length == length and s.window == window]
-        return found[0] if found else None
+        return self.evaluation is not None and self.evaluation.val_loss is None
 
 
 @dataclass(frozen=True)
-class TaskScore:
-    """How one run did on one task at one length (and depth)."""
-
-    task: str
-    seed: int
-    split: str
-    length: int
-    depth: float | None
-    exact: float | None
-    token: float | None
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One encoding (with or without KV-shift) under one recipe, over its seeds."""
+class ArmResults:
+    """One arm under one recipe, over its seeds; `label` names it in the report."""
 
     label: str
-    encoding: str
-    kv_shift: bool
+    arm: Arm
     recipe: int
     language: Mapping[int, LanguageRun]
-    scores: tuple[TaskScore, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[int, tuple[Score, ...]] = field(default_factory=dict)
 
-    def values(self, of: Callable[[LanguageRun], float | None]) -> dict[int, float]:
+    @property
+    def evaluations(self) -> dict[int, Evaluation]:
+        found = {seed: run.evaluation for seed, run in self.language.items()}
+        return {seed: each for seed, each in found.items() if each is not None}
+
+    def values(self, of: Callable[[Evaluation], float | None]) -> dict[int, float]:
         """Seed to value, where there is one."""
-        found = {seed: of(run) for seed, run in self.language.items()}
+        found = {seed: of(each) for seed, each in self.evaluations.items()}
         return {seed: value for seed, value in found.items() if value is not None}
+
+    @property
+    def diverged(self) -> int:
+        return sum(run.diverged for run in self.language.values())
+
+    @property
+    def missing(self) -> int:
+        return sum(run.evaluation is None for run in self.language.values())
 
     @property
     def picture(self) -> Mapping[str, Any] | None:
@@ -98,27 +77,32 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything a report is made from."""
+    """Everything a report is made from; `lm_scores` are those of `grape eval lm`, by model."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[ArmResults, ...]
     recipes: tuple[Recipe, ...]
     tasks: tuple[str, ...]
     notes: tuple[str, ...]
+    lm_scores: Mapping[str, Scores] = field(default_factory=dict)
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        return [each for arm in self.arms for each in arm.evaluations.values()]
 
     @property
     def train_length(self) -> int | None:
-        lengths = [run.train_length for arm in self.arms for run in arm.language.values() if run.train_length]
-        return min(lengths) if lengths else None
+        return min((each.train_length for each in self.evaluations if each.train_length), default=None)
+
+    def lengths(self, windowed: bool = False) -> list[int]:
+        """Evaluated lengths, ascending."""
+        found = (e for each in self.evaluations for e in each.extrapolation)
+        return sorted({e.length for e in found if (e.window is not None) == windowed})
 
     @property
     def longest(self) -> int | None:
         """The longest evaluated length without a window."""
-        runs = (run for arm in self.arms for run in arm.language.values())
-        return max((s.length for run in runs for s in run.extrapolation if s.window is None), default=None)
+        return max(self.lengths(), default=None)
 
-    @property
-    def stretch(self) -> str:
-        """The longest length in multiples of the training length, such as "16×"."""
-        if not self.longest or not self.train_length:
-            return "longest"
-        return f"{self.longest / self.train_length:g}×"
+    def times(self, length: int | None) -> str:
+        """A length in multiples of the training length, such as "16×"."""
+        return f"{length / self.train_length:g}×" if length and self.train_length else "longest"

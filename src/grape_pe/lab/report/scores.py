@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .figure import Figure, Trace, View, axis, heatmap, one_view, plot_text, short
-from .ranking import Row, loss_blocks, ranking
-from .results import Arm, LanguageRun, Results, TaskScore
-from .statistics import Blocks
+from .ranking import Kind, Row, loss_blocks, ranking, scored_by, task_blocks
+from .results import ArmResults, Results
+from .stored import Evaluation, Score
 from .style import Style
+from .tables import SCORED
 
 Looks = Mapping[str, Style]
-Kind = Literal["exact", "token"]
-KINDS: dict[Kind, str] = {"exact": "samples solved exactly", "token": "tokens of answers that are right"}
 SCORE_SCALE = [[0.0, "var(--score-0)"], [0.5, "var(--score-1)"], [1.0, "var(--score-2)"]]
 ROW_HEIGHT = 26
 
 
 def ranking_figure(results: Results, looks: Looks) -> Figure:
-    """Validation losses as points: each seed, the mean, and a bar for what is beyond chance."""
+    """Validation losses as points: each seed, the mean, and a band for what is not beyond chance."""
     found = loss_blocks(results)
     rows = [row for row in ranking(results) if row.val_loss is not None][::-1]
-    data = [trace for row in rows for trace in _ranked(row, looks[row.label], found)]
-    margin = found.margin
-    bars = (
-        " One seed each, so there is no interval: the order may be chance."
-        if margin is None
-        else " Two encodings differ beyond chance exactly where their bars do not overlap: a bar is half the "
-        "smallest such difference. Seeds vary more than that, since what a seed does to all is taken out."
-    )
+    data = [trace for row in rows for trace in _ranked(row, looks[row.label])]
+    layout: dict[str, Any] = {}
+    if found.margin is None or not found.means:
+        band_note = " One seed each, so there is no interval: the order may be chance."
+    else:
+        band_note = (
+            " Means in the shaded band are not behind the best beyond chance: its width is the smallest difference of "
+            "two means that is. Single seeds vary more than that, since what a seed does to all is taken out."
+        )
+        low = found.means[found.best]
+        band = {"type": "rect", "x0": low, "x1": low + found.margin, "yref": "paper", "y0": 0, "y1": 1}
+        layout["shapes"] = [
+            {**band, "fillcolor": "var(--muted)@0.13", "line": {"width": 0}, "layer": "below"}
+        ]
     return Figure(
         "ranking",
         "Validation loss",
-        f"Left is better. Small marks are seeds, the large one their mean.{bars}",
+        f"Left is better. Small marks are seeds, the large one their mean.{band_note}",
         one_view(data),
-        {
+        layout
+        | {
             "xaxis": axis("loss (nats a token)", **_span(rows)),
             "yaxis": {
                 "type": "category",
@@ -57,7 +63,7 @@ def _span(rows: Sequence[Row]) -> dict[str, list[float]]:
     return {"range": [low - margin, high + margin]}
 
 
-def _ranked(row: Row, style: Style, found: Blocks) -> list[Trace]:
+def _ranked(row: Row, style: Style) -> list[Trace]:
     summary = row.val_loss
     assert summary is not None
     seeds = list(row.losses.values())
@@ -74,11 +80,6 @@ def _ranked(row: Row, style: Style, found: Blocks) -> list[Trace]:
     }
     if summary.count == 1:
         return [mean]
-    if found.margin is not None and row.label in found.means:
-        mean["error_x"] = {
-            "type": "data", "symmetric": True, "array": [short(found.margin / 2)],
-            "color": style.color, "thickness": 1.5, "width": 4,
-        }  # fmt: skip
     each: Trace = {
         "type": "scatter",
         "mode": "markers",
@@ -105,7 +106,7 @@ def cost_figures(results: Results, looks: Looks) -> list[Figure]:
 
 
 def _bars(
-    results: Results, looks: Looks, key: str, title: str, of: Callable[[LanguageRun], float | None],
+    results: Results, looks: Looks, key: str, title: str, of: Callable[[Evaluation], float | None],
     unit: float, label: str, caption: str,
 ) -> Figure:  # fmt: skip
     arms = {arm.label: arm for arm in results.arms}
@@ -121,7 +122,7 @@ def _bars(
     )
 
 
-def _bar(arm: Arm, style: Style, of: Callable[[LanguageRun], float | None], unit: float) -> list[Trace]:
+def _bar(arm: ArmResults, style: Style, of: Callable[[Evaluation], float | None], unit: float) -> list[Trace]:
     values = [value / unit for value in arm.values(of).values()]
     if not values:
         return []
@@ -154,27 +155,39 @@ def task_figures(results: Results) -> list[Figure]:
     return out
 
 
+def _compared(results: Results, arm: ArmResults, task: str) -> list[Score]:
+    """An arm's scores on a task, on the seeds that all arms have."""
+    found = task_blocks(results)
+    seeds = found.units if arm.label in found.means else arm.scores
+    return [score for seed in seeds for score in arm.scores[seed] if score.task == task]
+
+
 def _task_figure(results: Results, task: str) -> Figure | None:
-    scored = [arm for arm in results.arms if any(s.task == task for s in arm.scores)]
-    found = [s for arm in scored for s in arm.scores if s.task == task]
-    if not found:
+    scored = {arm.label: found for arm in results.arms if (found := _compared(results, arm, task))}
+    if not scored:
         return None
-    splits = list(dict.fromkeys(s.split for s in found))
-    columns = sorted({(s.split, s.length) for s in found}, key=lambda c: (splits.index(c[0]), c[1]))
+    every = [score for found in scored.values() for score in found]
+    splits = list(dict.fromkeys(s.split for s in every))
+    columns = sorted({(s.split, s.length) for s in every}, key=lambda c: (splits.index(c[0]), c[1]))
     lengths = [str(length) for _, length in columns]
     x = lengths if len(splits) == 1 else [[plot_text(split) for split, _ in columns], lengths]
-    order = sorted(scored, key=lambda arm: _mean_of(arm, task, "exact") or 0.0)
-    labels = [plot_text(arm.label) for arm in order]
-    views = [
-        View(name, [_scores([[_mean_of(arm, task, kind, c) for c in columns] for arm in order], x, labels)])
-        for kind, name in KINDS.items()
-    ]
+    moving = scored_by(results, task)
+    order = sorted(scored, key=lambda label: _mean(scored[label], moving) or 0.0)
+    labels = [plot_text(label) for label in order]
+
+    def view(kind: Kind) -> View:
+        z = [
+            [_mean([s for s in scored[n] if (s.split, s.length) == c], kind) for c in columns] for n in order
+        ]
+        return View(SCORED[kind], [_scores(z, x, labels)])
+
+    kinds: list[Kind] = ["exact", "token"] if moving == "exact" else ["token", "exact"]
     return Figure(
         f"task-{task}",
         task,
-        "In percent, mean over seeds; columns are lengths. The best encoding on average is on top. Look to "
+        f"In percent, mean over seeds; columns are lengths. Ordered by {SCORED[moving]}, best on top. Look to "
         "the right, where samples are longer than in training.",
-        views,
+        [view(kind) for kind in kinds],
         {
             "xaxis": {"type": "category"}
             if len(splits) == 1
@@ -187,13 +200,8 @@ def _task_figure(results: Results, task: str) -> Figure | None:
     )
 
 
-def _mean_of(arm: Arm, task: str, kind: Kind, column: tuple[str, int] | None = None) -> float | None:
-    return _mean([s for s in arm.scores if s.task == task and column in (None, (s.split, s.length))], kind)
-
-
-def _mean(scores: Sequence[TaskScore], kind: Kind = "exact") -> float | None:
-    found = [score.exact if kind == "exact" else score.token for score in scores]
-    values = [value for value in found if value is not None]
+def _mean(scores: Sequence[Score], kind: Kind = "exact") -> float | None:
+    values = [value for score in scores if (value := getattr(score, kind)) is not None]
     return short(sum(values) / len(values)) if values else None
 
 
@@ -212,7 +220,7 @@ def _depth_figures(results: Results, task: str) -> list[Figure]:
     out = []
     order = [row.label for row in ranking(results)]
     for arm in sorted(results.arms, key=lambda arm: order.index(arm.label)):
-        scores = [s for s in arm.scores if s.task == task and s.depth is not None]
+        scores = [s for s in _compared(results, arm, task) if s.depth is not None]
         if not scores:
             continue
         depths = sorted({s.depth for s in scores if s.depth is not None}, reverse=True)

@@ -2,14 +2,16 @@
 
 All arms of a seed share their data and first matrices, so a seed is a block: loss = arm + seed + residual.
 The residual variance is estimated from all arms together, and all pairs of arms are judged at once (Tukey's
-studentized range), because the best arm is only known after looking.
+studentized range), because the best arm is only known after looking. Stretches of text are blocks as well; there
+are enough of them for each pair of arms to have a variance of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ...extras import require
@@ -47,59 +49,84 @@ def summarize(values: Sequence[float]) -> Summary | None:
     mean = math.fsum(values) / n
     if n == 1:
         return Summary(mean, 1)
-    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
+    spread = _spread(values)
     margin = _student(n - 1) * spread / math.sqrt(n)
     return Summary(mean, n, spread, mean - margin, mean + margin)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Arms compared on the seeds they all have.
+    """Arms compared on the units (seeds, or stretches of text) that they all have.
 
-    `margin` is the half width of the simultaneous 95% interval of any difference of two means; None with
-    fewer than two seeds or arms. `noisy` are arms that vary more than the others, against the assumption.
+    `margin` is the half width of the simultaneous 95% interval of any difference of two means, where all pairs
+    share it; `margins` are those of single pairs. Both are empty with fewer than two units or arms. `noisy` are
+    arms that vary more than the others, against the assumption of a shared variance.
     """
 
-    seeds: tuple[int, ...]
+    units: tuple[int, ...]
     means: Mapping[str, float]
     residual: float | None = None
     margin: float | None = None
+    margins: Mapping[frozenset[str], float] = field(default_factory=dict)
     noisy: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> str:
+        """The arm with the lowest mean."""
+        return min(self.means, key=lambda label: self.means[label])
 
     def difference(self, ours: str, theirs: str) -> Summary:
         """ours - theirs with its simultaneous interval."""
         gap = self.means[ours] - self.means[theirs]
-        if self.margin is None:
-            return Summary(gap, len(self.seeds))
-        return Summary(gap, len(self.seeds), None, gap - self.margin, gap + self.margin)
+        margin = self.margins.get(frozenset((ours, theirs)), self.margin)
+        if margin is None or ours == theirs:
+            return Summary(gap, len(self.units))
+        return Summary(gap, len(self.units), None, gap - margin, gap + margin)
 
     def apart(self, ours: str, theirs: str) -> bool:
         """Whether two arms differ beyond chance."""
         return self.difference(ours, theirs).excludes_zero
 
 
-def blocks(values: Values) -> Blocks:
-    """Arms by label, each with a value for each seed, compared seed by seed."""
+def blocks(values: Values, *, pooled: bool = True) -> Blocks:
+    """Arms by label, each with a value for each unit, compared unit by unit.
+
+    Args:
+        pooled: estimate one variance from all arms, as few units need. Without it every pair of arms has its
+            own, from the differences of its two arms.
+    """
     shared = set.intersection(*(set(each) for each in values.values())) if values else set()
-    seeds = tuple(sorted(shared))
-    if not seeds:
+    units = tuple(sorted(shared))
+    if not units:
         return Blocks((), {})
-    means = {label: _mean([each[seed] for seed in seeds]) for label, each in values.items()}
-    arms, n = len(values), len(seeds)
+    means = {label: _mean([each[unit] for unit in units]) for label, each in values.items()}
+    arms, n = len(values), len(units)
     if arms < 2 or n < 2:
-        return Blocks(seeds, means)
-    left = _residuals(values, means, seeds)
+        return Blocks(units, means)
+    if not pooled:
+        return Blocks(units, means, margins=_own_margins(values, units))
+    left = _residuals(values, means, units)
     degrees = (arms - 1) * (n - 1)
     residual = math.sqrt(math.fsum(r * r for each in left.values() for r in each) / degrees)
     margin = _tukey(arms, degrees) * residual * math.sqrt(2 / n)
-    return Blocks(seeds, means, residual, margin, _noisy(left, degrees))
+    return Blocks(units, means, residual, margin, noisy=_noisy(left, degrees))
 
 
-def _residuals(values: Values, means: Mapping[str, float], seeds: Sequence[int]) -> dict[str, list[float]]:
-    """What neither the arm nor the seed explains."""
+def _own_margins(values: Values, units: Sequence[int]) -> dict[frozenset[str], float]:
+    """Games and Howell's intervals for paired values."""
+    wide = _tukey(len(values), len(units) - 1) / math.sqrt(len(units))
+    spread = {
+        (a, b): _spread([values[a][unit] - values[b][unit] for unit in units])
+        for a, b in itertools.combinations(values, 2)
+    }
+    return {frozenset(pair): wide * each for pair, each in spread.items()}
+
+
+def _residuals(values: Values, means: Mapping[str, float], units: Sequence[int]) -> dict[str, list[float]]:
+    """What neither the arm nor the unit explains."""
     middle = _mean(list(means.values()))
-    shift = {seed: _mean([each[seed] for each in values.values()]) - middle for seed in seeds}
-    return {label: [values[label][seed] - means[label] - shift[seed] for seed in seeds] for label in values}
+    shift = {unit: _mean([each[unit] for each in values.values()]) - middle for unit in units}
+    return {label: [values[label][unit] - means[label] - shift[unit] for unit in units] for label in values}
 
 
 def _noisy(left: Mapping[str, Sequence[float]], degrees: int) -> tuple[str, ...]:
@@ -116,6 +143,12 @@ def _noisy(left: Mapping[str, Sequence[float]], degrees: int) -> tuple[str, ...]
         if others > 0 and f.sf(square / own / others, own, degrees - own) < NOISY / arms:
             out.append(label)
     return tuple(out)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Standard deviation."""
+    mean = _mean(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,16 +1,28 @@
-"""The files of a comparison as types: what `grape compare` writes and a report reads, checked."""
+"""The files of a comparison as types, checked when read: compare.json, evaluation.json, results.jsonl."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from ..comparison import AGAIN, RESTORE
+from ..compare.arms import Arm
+from ..compare.comparison import AGAIN, RESTORE
 from ..files import damaged, read_json, read_json_lines
 
 REWRITE = "remove it; grape compare writes it anew"
+Curve = Mapping[float, float]
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+#: None where nothing was measured, or where it was no number
+Number = Annotated[float | None, AfterValidator(finite)]
 
 
 class Stored(BaseModel):
@@ -19,50 +31,46 @@ class Stored(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class StoredArm(Stored):
-    label: str
-    encoding: str
-    options: dict[str, Any] = {}
-    kv_shift: bool = False
-    model: dict[str, Any] = {}
-    train: dict[str, Any] = {}
+class LengthLoss(Stored):
+    """Loss at one length, in full (`window` None) or with attention limited to a window.
 
-    def own_settings(self) -> dict[str, Any]:
-        """Everything that is set for this arm alone."""
-        model = {f"model.{name}": value for name, value in self.model.items()}
-        return self.options | model | {f"train.{name}": value for name, value in self.train.items()}
+    `stretches`: the mean loss of each stretch of text, in the same order at all lengths and for all arms.
+    """
 
-
-class StoredComparison(Stored):
-    """compare.json."""
-
-    arms: list[StoredArm]
-    seeds: list[int] = []
-    tasks: list[str] = []
-    recipe: dict[str, Any] = {}
-    machine: dict[str, Any] = {}
-    versions: dict[str, Any] = {}
-    command: str = ""
-    comparison: dict[str, Any] = {}
-
-
-class StoredStretch(Stored):
     length: int
     window: int | None = None
-    loss: float | None = None
+    loss: Number = None
+    stretches: list[Number] = []
 
 
-class StoredPositions(Stored):
+class BudgetLoss(Stored):
+    """Loss of the model that was trained on so many tokens, its rate brought down to the end."""
+
+    tokens: int
+    loss: Number = None
+
+
+class RateLoss(Stored):
+    """Loss of the sweep's run at one learning rate."""
+
+    lr: float
+    loss: Number = None
+
+
+class Positions(Stored):
     position: list[float] = []
-    loss: list[float | None] = []
+    loss: list[Number] = []
 
 
-class StoredScore(Stored):
+class Score(Stored):
+    """How one run did on one task at one length (and depth)."""
+
+    task: str = ""
     split: str = ""
     length: int
-    depth: float | None = None
-    exact: float | None = None
-    token: float | None = None
+    depth: Number = None
+    exact: Number = None
+    token: Number = None
 
 
 class Evaluation(Stored):
@@ -72,37 +80,91 @@ class Evaluation(Stored):
     label: str
     seed: int
     task: str | None = None
-    val_loss: float | None = None
+    val_loss: Number = None
     parameters: int | None = None
     train_length: int | None = None
-    tokens_per_second: float | None = None
-    peak_memory_bytes: float | None = None
-    seconds: float | None = None
-    by_position: StoredPositions = StoredPositions()
-    extrapolation: list[StoredStretch] = []
-    scores: list[StoredScore] = []
+    tokens_per_second: Number = None
+    peak_memory_bytes: Number = None
+    lr: Number = None
+    sweep: list[RateLoss] = []
+    budgets: list[BudgetLoss] = []
+    by_position: Positions = Positions()
+    extrapolation: list[LengthLoss] = []
+    scores: list[Score] = []
+
+    def at(self, length: int, window: int | None = None) -> LengthLoss | None:
+        return next((e for e in self.extrapolation if (e.length, e.window) == (length, window)), None)
+
+    def loss_at(self, length: int, window: int | None = None) -> float | None:
+        found = self.at(length, window)
+        return None if found is None else found.loss
+
+
+class StoredComparison(Stored):
+    """compare.json."""
+
+    arms: list[Arm]
+    seeds: list[int] = []
+    tasks: list[str] = []
+    recipe: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
+    command: str = ""
+    comparison: dict[str, Any] = {}
+
+
+def curve(pairs: Iterable[tuple[Any, Any]]) -> dict[float, float]:
+    """x to y, where both are finite numbers."""
+    return {float(x): float(y) for x, y in pairs if _number(x) and _number(y)}
+
+
+def curves(lines: Sequence[Mapping[str, Any]]) -> tuple[Curve, Curve]:
+    """Training and validation loss by step, from the lines of metrics.jsonl."""
+    kinds = ("train", "validation")
+    first, second = (curve((x["step"], x.get("loss")) for x in lines if x["kind"] == kind) for kind in kinds)
+    return first, second
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 Kind = TypeVar("Kind", bound=Stored)
 
 
 def read_comparison(path: Path) -> StoredComparison:
-    return _checked(StoredComparison, read_json(path, RESTORE), path, RESTORE)
+    return checked(StoredComparison, read_json(path, RESTORE), path, RESTORE)
 
 
 def read_evaluation(path: Path) -> Evaluation:
-    return _checked(Evaluation, read_json(path, AGAIN), path, AGAIN)
+    return checked(Evaluation, read_json(path, AGAIN), path, AGAIN)
 
 
-def read_evaluations(path: Path) -> list[Evaluation]:
-    """The lines of results.jsonl."""
-    return [_checked(Evaluation, line, path, REWRITE) for line in read_json_lines(path, REWRITE)]
+def read_lines(path: Path) -> tuple[StoredComparison | None, list[Evaluation]]:
+    """results.jsonl: a line for each run, and in a file that `grape report --jsonl` wrote first compare.json."""
+    lines = read_json_lines(path, REWRITE)
+    first = [line for line in lines if line.get("kind") == "comparison"]
+    runs = [checked(Evaluation, line, path, REWRITE) for line in lines if line.get("kind") != "comparison"]
+    return checked(StoredComparison, first[0], path, REWRITE) if first else None, runs
 
 
-def _checked(kind: type[Kind], said: dict[str, Any], path: Path, remedy: str) -> Kind:
+def checked(kind: type[Kind], values: dict[str, Any], path: Path, remedy: str) -> Kind:
     try:
-        return kind.model_validate(said)
+        return kind.model_validate(values)
     except ValidationError as problem:
         error = problem.errors()[0]
         name = ".".join(map(str, error["loc"]))
         raise damaged(path, f"{name}: {error['msg']}, got {error['input']!r:.60}", remedy) from None
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names to values, one level deep; names that are dotted already stay."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        out |= (
+            flat(value, f"{name}.")
+            if isinstance(value, dict) and not prefix and "." not in key
+            else {name: value}
+        )
+    return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .results import Arm
+from .results import ArmResults
 
 # Nine hues a palette, found by search: to normal eyes and with simulated protanopia, deuteranopia and
 # tritanopia the first eight are at least 12 apart in OKLab (x 100), the ninth 8 from any; each has 3:1
@@ -36,14 +36,14 @@ class Style:
         return f"{self.color}@{opacity}"
 
 
-def styles(arms: Sequence[Arm]) -> dict[str, Style]:
+def styles(arms: Sequence[ArmResults]) -> dict[str, Style]:
     """Label to style. Arms of one encoding (with and without KV-shift) share a hue and differ in dash;
     from the tenth encoding on, hues come again with other dashes."""
     families: dict[str, int] = {}
     used: dict[int, int] = {}
     out = {}
     for arm in arms:
-        family = families.setdefault(arm.encoding, len(families))
+        family = families.setdefault(arm.arm.encoding, len(families))
         hue = family % len(LIGHT)
         variant = used.get(hue, 0)
         used[hue] = variant + 1

@@ -1,98 +1,123 @@
-"""The ranking for terminals and for scripts."""
+"""The report for terminals, documents and scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from .ranking import Row, ranking
-from .results import Results
-from .statistics import Summary
+from ..errors import LabError
+from ..files import write_text
+from .ranking import budget_blocks, length_blocks, ranking, text_blocks, trend_blocks
+from .results import ArmResults, Results
+from .statistics import Blocks
+from .tables import sweeps, tables
 from .verdict import verdict
-
-MEGABYTE = 2**20
-WIDTH = 100
 
 
 def table(results: Results) -> str:
-    """The ranking as text of at most 100 columns: mean ± spread over seeds, best validation loss first."""
-    rows = ranking(results)
-    columns = [("encoding", [row.label for row in rows])]
-    optional = [
-        ("val loss", [_loss(row.val_loss) or row.status for row in rows]),
-        ("behind the best", [_behind(row.behind) for row in rows]),
-        (f"at {results.stretch}", [_loss(row.long_loss, 3) for row in rows]),
-        ("tasks", [_percent(row.tasks) for row in rows]),
-        ("tok/s", [f"{row.speed.mean:,.0f}" if row.speed else "" for row in rows]),
-        ("memory", [f"{row.memory.mean / MEGABYTE:,.0f} MB" if row.memory else "" for row in rows]),
-        ("seeds", [str(len(row.losses) or len(row.solved)) for row in rows]),
-    ]
-    columns += [column for column in optional if any(column[1])]
-    footer = _footer(rows)
-    return "\n".join([*_aligned(columns), *footer])
-
-
-def _aligned(columns: list[tuple[str, list[str]]]) -> list[str]:
-    widths = [max(len(head), *(len(cell) for cell in cells)) for head, cells in columns]
-    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
-    lines = []
-    for row in [[head for head, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]:
-        first = _cut(row[0], widths[0]).ljust(widths[0])
-        rest = [(cell or "-").rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([first, *rest]).rstrip())
-    return lines
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _footer(rows: list[Row]) -> list[str]:
-    said = [f"{row.label}: {row.status}" for row in rows if row.status]
-    if rows and all(max(len(row.losses), len(row.solved)) <= 1 for row in rows):
-        said.append("one seed each: no spread and no interval")
-    return said
-
-
-def _loss(summary: Summary | None, digits: int = 4) -> str:
-    if summary is None:
-        return ""
-    return f"{summary.mean:.{digits}f}" + (
-        "" if summary.spread is None else f" ± {summary.spread:.{digits}f}"
+    """The tables as text of at most 100 columns, the ranking first."""
+    made = tables(results)
+    return "\n\n".join(
+        "\n".join(filter(None, (each.title and f"{each.title}:", each.text()))) for each in made
     )
 
 
-def _behind(gap: Summary | None) -> str:
-    if gap is None:
-        return ""
-    if gap.low is None or gap.high is None:
-        return f"{gap.mean:+.4f}"
-    return f"{gap.mean:+.3f} ({gap.low:+.3f} … {gap.high:+.3f})"
+def summary(results: Results) -> str:
+    """Tables, verdict and notes: what a terminal shows."""
+    answer = verdict(results)
+    lines = [table(results), "", answer.headline, *(f"  {each}" for each in answer.details)]
+    return "\n".join([*lines, *(f"Note: {note}" for note in results.notes)])
 
 
-def _percent(summary: Summary | None) -> str:
-    return "" if summary is None else f"{100 * summary.mean:.1f}%"
-
-
-def _by_seed(values: Mapping[int, float]) -> dict[str, float]:
-    return {str(seed): value for seed, value in values.items()}
+def markdown(results: Results) -> str:
+    """The answer and all tables as Markdown, for documents: no number needs to be typed."""
+    answer = verdict(results)
+    parts = [f"**{answer.headline}**", "\n".join(f"- {each}" for each in (*answer.details, *results.notes))]
+    for each in tables(results):
+        parts += [f"**{each.title}**" if each.title else "", each.markdown()]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def results_json(results: Results) -> dict[str, Any]:
-    """The ranking and the verdict for scripts: every summary with mean, count, spread, low and high."""
-    said = verdict(results)
+    """Everything for scripts: every summary with mean, count, spread, low and high."""
     rows = [
         {**asdict(row), "losses": _by_seed(row.losses), "solved": _by_seed(row.solved)}
         for row in ranking(results)
     ]
+    budgets = budget_blocks(results)
+    best = list(budgets.values())[-1].best if budgets else ""
     return {
         "ranking": rows,
-        "verdict": asdict(said),
+        "verdict": asdict(verdict(results)),
+        "budgets": [{"tokens": n, **_against(each, best)} for n, each in budgets.items()],
+        "budget_trend": _against(trend_blocks(results), best),
+        "lengths": [_at_length(results, length) for length in results.lengths()],
+        "sweeps": [{"label": each.label, "chosen": each.chosen, "at_edge": each.at_edge,
+                    "losses": {f"{rate:g}": loss for rate, loss in each.losses.items()}} for each in sweeps(results)],
+        "lm_scores": {model: scores.to_dict() for model, scores in results.lm_scores.items()},
         "train_length": results.train_length,
         "longest": results.longest,
         "recipes": [
             {"name": r.name, "settings": dict(r.settings), "command": r.command} for r in results.recipes
         ],
         "notes": list(results.notes),
-    }
+    }  # fmt: skip
+
+
+def _at_length(results: Results, length: int) -> dict[str, Any]:
+    over_seeds, over_text = length_blocks(results, length), text_blocks(results, length)
+    return {"length": length, "over_seeds": _against(over_seeds), "over_text": _against(over_text)}
+
+
+def _against(found: Blocks, best: str = "") -> dict[str, Any]:
+    """Means, and the differences to one arm (the best, unless given)."""
+    if not found.means:
+        return {}
+    best = best if best in found.means else found.best
+    gaps = {label: asdict(found.difference(label, best)) for label in found.means if label != best}
+    return {"means": dict(found.means), "best": best, "behind": gaps, "count": len(found.units)}
+
+
+def _by_seed(values: Mapping[int, float]) -> dict[str, float]:
+    return {str(seed): value for seed, value in values.items()}
+
+
+def write_jsonl(results: Results, out: Path) -> Path:
+    """Write what a report reads as one file that `grape report` takes: the comparison, then a line for each run."""
+    if len(results.recipes) != 1:
+        names = ", ".join(recipe.name for recipe in results.recipes)
+        raise LabError(
+            f"--jsonl needs one recipe, these have {len(results.recipes)} ({names}); write a file for each"
+        )
+    recipe = results.recipes[0]
+    arms = [{**arm.arm.described(), "label": arm.label} for arm in results.arms]
+    about = asdict(recipe) | {"recipe": recipe.settings, "arms": arms, "tasks": results.tasks}
+    about = {name: value for name, value in about.items() if name not in ("name", "settings")}
+    lines = [
+        {"kind": "comparison", **about},
+        *(line for arm in results.arms for line in _lines(arm, results)),
+    ]
+    write_text(out, "".join(json.dumps(_rounded(line)) + "\n" for line in lines))
+    return out
+
+
+def _lines(arm: ArmResults, results: Results) -> Iterator[dict[str, Any]]:
+    """The runs of an arm, as the lines of results.jsonl."""
+    for run in arm.evaluations.values():
+        yield {"kind": "language", **run.model_dump(exclude_defaults=True), "label": arm.label}
+    for seed, scores in arm.scores.items():
+        for task in results.tasks if scores else ():
+            found = [score.model_dump() for score in scores if score.task == task]
+            yield {"kind": "task", "label": arm.label, "seed": seed, "task": task, "scores": found}
+
+
+def _rounded(value: Any) -> Any:
+    """Eight digits: more than a loss has."""
+    if isinstance(value, float):
+        return float(f"{value:.8g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value

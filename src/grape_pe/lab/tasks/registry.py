@@ -1,4 +1,4 @@
-"""Probes by name: `build_task("flip-flop", ignore=0.9)`."""
+"""Probes by name: `build_task("flip-flop", ignore=0.9)` or `build_task("mqar[length=128,pairs=8]")`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import LabError
+from ..written import read_options
 from .base import Task
 from .copying import Copy, Reverse, SelectiveCopy, Sort
 from .counting import Count
@@ -27,7 +28,13 @@ def names() -> list[str]:
 
 
 def build_task(name: str, **options: Any) -> Task:
-    """A probe by name; `options` are the fields of its class, such as length, shortest, pairs."""
+    """A probe by name; `options` are the fields of its class, such as length, shortest, pairs.
+
+    Options in brackets after the name come before those given besides.
+    """
+    written, (name, _, inner) = name, name.partition("[")
+    if inner:
+        options = {**options, **read_options(inner.removesuffix("]"), written)}
     if name not in TASKS:
         raise LabError(f"unknown task {name!r}; {_hint(name, names(), 'tasks')}")
     known = [field.name for field in fields(TASKS[name])]

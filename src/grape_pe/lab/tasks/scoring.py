@@ -12,7 +12,7 @@ from ...models import Decoder
 from ...models.loss import IGNORE
 from ..data.batches import Batch
 from ..errors import LabError
-from ..language import stream_hidden
+from ..evaluate.lengths import stream_hidden
 from .base import Case, Task
 from .batches import TEST, draw
 

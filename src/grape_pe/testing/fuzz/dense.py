@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
+from ...encodings.path import PaTHBias
 
 
 def dense_attention(
@@ -55,6 +56,8 @@ def dense_bias(bias: Bias, scale: float, working: torch.dtype) -> Tensor | None:
             return sum(_slope(term, working) for term in bias.terms)  # type: ignore[return-value]
         case PathBias():
             return _path(bias, working)
+        case PaTHBias():
+            return scale * path_product(bias.query["q"], *(bias.key[name] for name in ("k", "w", "beta")))
         case TileBias():
             rows, cols = (slice(0, n or 0) for n in (bias.query_length, bias.key_length))
             tile = bias.function(rows, cols, bias.query, bias.key)
@@ -85,6 +88,19 @@ def _path(bias: PathBias, working: torch.dtype) -> Tensor:
     j, token = torch.arange(keys)[:, None], torch.arange(keys)
     between = ((token > j) & (token <= t)).to(working)  # (t, j, l)
     return bias.rate.to(working)[..., None] * torch.einsum("bhtl,tjl->bhtj", edge, between)
+
+
+def path_product(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+    """k_j^T H_{j+1} … H_t q_t, and k_j^T q_t for j > t, from one triangular system of all tokens."""
+    group, tokens = q.shape[1] // k.shape[1], k.shape[2]
+    k, w, beta = (x.repeat_interleave(group, 1) for x in (k, w, beta.unsqueeze(-1)))
+    s = torch.arange(tokens)
+    t = s[-1:] + 1 - q.shape[2] + torch.arange(q.shape[2])
+    system = torch.eye(tokens, dtype=q.dtype) + beta * (w @ w.mT).triu(1)
+    right = (beta * (w @ q.mT)).masked_fill(s[:, None] > t, 0.0)
+    steps = torch.linalg.solve_triangular(system, right, upper=True, unitriangular=True)
+    lost = (w @ k.mT).masked_fill(s[:, None] <= s, 0.0)
+    return q @ k.mT - steps.mT @ lost
 
 
 def visible_keys(queries: int, keys: int, masks: dict[str, Any]) -> Tensor:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache import StreamingCache
-from ...encodings import Encoding
+from ...cache import Norms, StreamingCache
 from ...layers import KVShift, RMSNorm
 from ..laws import TOL
 from .dense import dense_attention
@@ -26,7 +25,7 @@ from .runner import Outcome
 
 FIELDS = ("q", "k", "v", "x")
 #: refusals that are right whenever the setting they name is in use
-NAMED = ("sinks", "convolution", "cannot be moved", "cannot be rebased", "coords")
+NAMED = ("sinks", "convolution", "packed documents need", "cannot be moved", "cannot be rebased", "coords")
 
 
 @dataclass
@@ -74,7 +73,8 @@ def check(seed: int) -> Outcome:
 
 def _describe(world: World) -> str:
     c = world.cache
-    shift = f"shift={c.shift is not None}, key_norm={c.key_norm is not None}, {world.dtype}"
+    shift = f"shift={c.shift is not None}, key_norm={c.key_norm is not None}"
+    shift = f"{shift}, norm_after={c.norm_after is not None}, {world.dtype}"
     sizes = f"window={c.window}, sinks={c.sinks}, rollback={c.rollback}, capacity={c.capacity}"
     return f"{c.encoding!r}, {sizes}, {shift}"
 
@@ -97,9 +97,19 @@ def _draw_world(rng: random.Random, seed: int) -> World:
         capacity=rng.choice((None, None, 50)),
         shift=shift,
         key_norm=RMSNorm(width, 1e-5).to(dtype) if rng.random() < 0.2 else None,
+        norm_after=_draw_norms(rng, seed, width, dtype),
     )
     generator = torch.Generator().manual_seed(seed)
     return World(cache, dtype, generator, [[] for _ in range(batch)], [{} for _ in range(batch)], [0] * batch)
+
+
+def _draw_norms(rng: random.Random, seed: int, width: int, dtype: torch.dtype) -> Norms | None:
+    if rng.random() < 0.8:
+        return None
+    norms, generator = (RMSNorm(width, 1e-5).to(dtype), RMSNorm(width, 1e-5).to(dtype)), torch.Generator()
+    for i, norm in enumerate(norms):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator.manual_seed(seed + i))
+    return norms
 
 
 # Feeding ------------------------------------------------------------------------------------------
@@ -253,13 +263,17 @@ def _save(world: World, rng: random.Random) -> None:
         capacity=c.capacity,
         shift=c.shift,
         key_norm=c.key_norm,
+        norm_after=c.norm_after,
     )
     saved = c.state_dict()
-    c.rebase(3) if _rebases(c.encoding) else None  # what was saved must not follow
+    c.rebase(3) if _rebases(c) else None  # what was saved must not follow
     world.cache = fresh.load_state_dict(saved)
 
 
-def _rebases(encoding: Encoding) -> bool:
+def _rebases(cache: StreamingCache) -> bool:
+    encoding = cache.encoding
+    if cache.norm_after is not None:
+        return False
     return encoding.coords == 1 and not encoding.breaks_relative_law and "path" not in repr(encoding)
 
 
@@ -272,7 +286,7 @@ def _rebase(world: World, rng: random.Random) -> None:
     try:
         world.cache.rebase(offset)
     except ValueError as error:
-        return _refuse(world, error, not _rebases(world.cache.encoding))
+        return _refuse(world, error, not _rebases(world.cache))
     world.moved = True
     for b, tokens in enumerate(world.sequences):
         world.sequences[b] = [replace(token, position=token.position - int(offset)) for token in tokens]
@@ -331,6 +345,8 @@ def expected(cache: StreamingCache, tokens: list[Token], first: int) -> Tensor:
         k = cache.key_norm(k)
     places = torch.stack([torch.as_tensor(t.position) for t in tokens])
     code = cache.encoding(q, k, x=x, v=v, positions=places)
+    if cache.norm_after is not None:
+        code = replace(code, q=cache.norm_after[0](code.q), k=cache.norm_after[1](code.k))
     t = torch.arange(len(tokens))
     apart = t.unsqueeze(-1) - t
     visible = apart >= 0

@@ -1,0 +1,157 @@
+"""JSON files in the cache folder: verdicts on the kernels and tuned tiles, each with the full key it holds for."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cpu.build import cache_directory
+from .device import Device, triton_version
+
+#: by the name of a kernel: queries, keys, warps and stages of its tile
+Tiles = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which kernels a call needs: head sizes as the kernels pad them, bias none | slope | path | both."""
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    bias: str
+    masks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        heads = f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
+        return f"{self.dtype}, heads of {heads}, bias {self.bias}, masks {'+'.join(self.masks) or 'none'}"
+
+
+def padded(width: int) -> int:
+    """Features are padded to a power of two, at least the 16 a matrix unit takes.
+
+    By comparisons: torch.compile with dynamic shapes then has a constant, and one guard for each.
+    """
+    size = 16
+    while size < width:
+        size *= 2
+    return size
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of every Python file in this folder."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(here.rglob("*.py")):
+        digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def full_key(device: Device, case: Case, **more: Any) -> dict[str, Any]:
+    """Everything a stored value depends on, as JSON."""
+    parts = {
+        "device": asdict(device),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "source": source_hash(),
+        "case": asdict(case),
+    }
+    return json.loads(json.dumps(parts | more))  # type: ignore[no-any-return]
+
+
+def folder() -> Path | None:
+    """The cache folder, made if need be; None unless it is the user's and nobody else may write to it."""
+    path = cache_directory()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError:
+        return None
+    others = stat.S_IWGRP | stat.S_IWOTH
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & others):
+        return None
+    return path
+
+
+def _file(kind: str, key: dict[str, Any]) -> Path | None:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    place = folder()
+    return None if place is None else place / f"{kind}-{name}.json"
+
+
+def read(kind: str, key: dict[str, Any]) -> Any:
+    """The stored value, or None; a file that is damaged or was made for another key is ignored."""
+    path = _file(kind, key)
+    try:
+        found = json.loads(path.read_text()) if path is not None else None
+        return found["value"] if isinstance(found, dict) and found["key"] == key else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def write(kind: str, key: dict[str, Any], value: Any) -> bool:
+    """Whether it was stored. Atomic; False without a usable folder."""
+    path = _file(kind, key)
+    if path is None:
+        return False
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(json.dumps({"key": key, "value": value}, indent=1))
+        os.replace(file.name, path)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def machine_lock(seconds: float) -> Iterator[None]:
+    """One process at a time; no lock where the folder has none. TimeoutError after `seconds`."""
+    from filelock import FileLock
+
+    place = folder()
+    lock = None if place is None else FileLock(place / "check.lock", timeout=seconds)
+    try:
+        if lock is not None:
+            lock.acquire()
+    except TimeoutError:
+        raise
+    except (OSError, NotImplementedError):
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+# Tuned tiles
+
+
+@functools.cache
+def kept_tiles(device: Device, case: Case) -> Tiles:
+    """What `grape doctor --tune` kept for this dtype, head size and bias, whatever the masks; {} for nothing."""
+    found = read("tiles", full_key(device, replace(case, masks=())))
+    if not isinstance(found, dict):
+        return {}
+    with suppress(TypeError, ValueError):
+        if all(len(tile) == 4 and all(type(n) is int for n in tile) for tile in found.values()):
+            return found
+    return {}
+
+
+def keep_tiles(device: Device, case: Case, tiles: Tiles) -> bool:
+    kept = write("tiles", full_key(device, replace(case, masks=())), tiles)
+    kept_tiles.cache_clear()
+    return kept

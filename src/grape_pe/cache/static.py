@@ -1,0 +1,313 @@
+"""A cache of fixed size for compiled decoding: its lengths are tensors, so one graph serves every step.
+
+Token i of a sequence stands in slot i, whatever padding came with it. Slots not yet filled are hidden by a mask.
+No value is read by Python in a step of one token on a GPU or under torch.compile.
+
+Letters: B batch, H query heads, T new tokens, S slots (the capacity).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..bias import LINKS, Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
+from ..encodings.base import Encoding
+from ..precision import without_autocast
+from .layout import Layout
+from .seen import Norms, Seen, encode
+from .table import take
+
+#: queries whose rows of the bias are formed at a time, when several tokens come at once
+ROWS = 64
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StaticLayout(Layout):
+    """The T tokens of a call in a static cache.
+
+    slots: (B, T), where the tokens are written; also their indices in the sequence.
+    taken: (B,), the tokens of each sequence without padding; None if there is no padding.
+    fresh: the cache is empty, so the tokens of the call see each other only.
+    """
+
+    slots: Tensor
+    taken: Tensor | None
+    fresh: bool
+
+    def visible(self, slots: int, window: int | None, sinks: int) -> Tensor:
+        """(B, 1, T, S): what a token sees, itself included."""
+        t = self.slots[:, None, :, None]
+        j = torch.arange(slots, device=t.device)
+        seen = j <= t
+        return seen if window is None else seen & ((t - j < window) | (j < sinks))
+
+
+class Place:
+    """Where the sequences of a static cache stand, shared by its layers: all values are tensors."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.columns = torch.zeros((), dtype=torch.long, device=device)  # of the attention mask
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens of each sequence
+        self.next = torch.zeros(batch, dtype=torch.long, device=device)  # the position that follows
+        _keep_addresses(self.columns, self.lengths, self.next)
+
+    def advance(
+        self, count: int, capacity: int, fresh: bool, positions: Tensor | None, padding: Tensor | None
+    ) -> StaticLayout:
+        """The layout of `count` new tokens; the sequences then stand after them."""
+        device = self.lengths.device
+        readable = not torch.compiler.is_compiling() and (count > 1 or device.type == "cpu")
+        if padding is not None and readable and not bool(padding.any()):
+            padding = None
+        order = back = taken = None
+        if padding is not None:
+            taken = count - padding.sum(-1)
+            if count > 1:
+                order = padding.to(torch.uint8).argsort(dim=-1, stable=True)
+                back = order.argsort(-1)
+        step = torch.arange(count, device=device)
+        slots = self.lengths.unsqueeze(-1) + step
+        where = self._positions(step, positions, order)
+        valid = None if taken is None else step < taken.unsqueeze(-1)
+        _require(self._increase(where, valid, fresh), readable, INCREASE)
+        _require((slots < capacity).all(), readable, FULL)
+        last = where[:, -1]
+        if taken is not None:
+            last = where.gather(1, (taken - 1).clamp(min=0).unsqueeze(-1))[:, 0]
+            last = torch.where(taken > 0, last, self.next - 1)
+        self.next.copy_(last + 1)
+        self.lengths.add_(count if taken is None else taken)
+        self.columns.add_(count)
+        return StaticLayout(
+            positions=where, padding=padding, order=order, back=back, slots=slots, taken=taken, fresh=fresh
+        )
+
+    def _positions(self, step: Tensor, positions: Tensor | None, order: Tensor | None) -> Tensor:
+        """(B, T), those of each sequence first."""
+        batch = len(self.lengths)
+        if positions is None:
+            return self.next.unsqueeze(-1) + step
+        if positions.shape not in ((1, len(step)), (batch, len(step))) or positions.is_floating_point():
+            raise ValueError(
+                f"position_ids of a static cache must be integers of shape {(batch, len(step))}; "
+                f"got {positions.dtype} {tuple(positions.shape)}"
+            )
+        positions = positions.to(step.device).expand(batch, -1)
+        return positions if order is None else take(positions, order, 1)
+
+    def _increase(self, where: Tensor, valid: Tensor | None, fresh: bool) -> Tensor:
+        """Whether positions increase, from those before on; not asked of padding."""
+        first = (
+            torch.ones_like(where[:, :1], dtype=torch.bool) if fresh else where[:, :1] >= self.next[:, None]
+        )
+        rises = torch.cat([first, where[:, 1:] > where[:, :-1]], 1)
+        return (rises if valid is None else rises | ~valid).all()
+
+    def select(self, index: Tensor) -> None:
+        """Keep the sequences `index`, in that order."""
+        self.lengths, self.next = _selected(self.lengths, index), _selected(self.next, index)
+
+    def reset(self) -> None:
+        for tensor in (self.columns, self.lengths, self.next):
+            tensor.zero_()
+
+
+class StaticCache:
+    """Keys, values, bias tensors and running state of one attention layer, in storage of `capacity` tokens.
+
+    It cannot take tokens back, holds no packed documents and has no gradients: `StreamingCache` does all that.
+    `window` and `sinks` hide keys; all are stored.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        *,
+        capacity: int,
+        window: int | None = None,
+        sinks: int = 0,
+        shift: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+        norm_after: Norms | None = None,
+    ) -> None:
+        if encoding.lookback > 1:
+            raise ValueError(
+                f"{encoding!r} reads several earlier tokens, which a static cache does not keep; {USE}"
+            )
+        self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
+        self.capacity, self.window, self.sinks = capacity, window, sinks
+        self.tokens: dict[str, Tensor] = {}  # (B, H, S, …)
+        self.state: Any = None  # of encoding and shift: nested tuples of (B, n, 1, …)
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: StaticLayout) -> Seen:
+        """Write packed tokens and return all they see."""
+        state, shifted = (None, None) if layout.fresh else self.state
+        norms = self.key_norm, self.norm_after
+        code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, *norms, state, shifted)
+        traces = {f"bias.{name}": trace for name, trace in code.bias.traces().items()}
+        with torch.no_grad():
+            self._write({"k": code.k, "v": v, **traces}, (code.state, shifted), layout, code.bias)
+        if layout.fresh:
+            masks = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
+            return Seen(code.q, code.k, v, code.bias, masks)
+        if torch.is_grad_enabled() and code.q.requires_grad:
+            raise ValueError(
+                f"a static cache has no gradients: call the model under torch.no_grad(), or {USE}"
+            )
+        held = {name.removeprefix("bias."): self.tokens[name] for name in traces}
+        bias = code.bias.replaced(held) if held else code.bias
+        visible = layout.visible(self.capacity, self.window, self.sinks)
+        k, v = self.tokens["k"], self.tokens["v"]
+        return StaticSeen(code.q, k, v, bias, {}, slots=layout.slots, visible=visible)
+
+    def _write(self, columns: dict[str, Tensor], state: Any, layout: StaticLayout, bias: Bias) -> None:
+        batch, count = layout.slots.shape
+        if layout.fresh and (not self.tokens or len(self.tokens["k"]) != batch):
+            check_bias(self.encoding, bias)
+            self.tokens = {n: _room(t, batch, self.capacity) for n, t in columns.items()}
+            self.state = _map(lambda t: _room(t, batch, 1), state)
+        elif layout.fresh:
+            _map(lambda t: t.zero_(), self.state)
+        for name, tensor in columns.items():
+            new, held = tensor.expand(batch, *tensor.shape[1:]), self.tokens[name]
+            if layout.fresh:
+                held[:, :, :count].copy_(new)
+            else:
+                held.scatter_(2, _along_tokens(layout.slots, new).expand_as(new), new.to(held.dtype))
+        _map(lambda old, new: old.copy_(_latest(old, new, layout)), self.state, state)
+
+    def select(self, index: Tensor) -> None:
+        """Keep the sequences `index`, in that order."""
+        self.tokens = {name: _selected(t, index) for name, t in self.tokens.items()}
+        self.state = _map(lambda t: _selected(t, index), self.state)
+
+    def fork(self) -> Self:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.tokens = {name: t.clone() for name, t in self.tokens.items()}
+        twin.state = _map(torch.clone, self.state)
+        return twin
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class StaticSeen(Seen):
+    """Queries and all slots: `visible` (B, 1, T, S) says which a query sees."""
+
+    slots: Tensor
+    visible: Tensor
+
+    def attend(self, *, scale: float | None = None) -> Tensor:  # type: ignore[override]
+        count = self.q.shape[2]
+        parts = [slice(first, min(first + ROWS, count)) for first in range(0, count, ROWS)]
+        with without_autocast(self.q):
+            done = [self._attend(rows, scale) for rows in parts]
+        return done[0] if len(done) == 1 else torch.cat(done, 2)
+
+    def _attend(self, rows: slice, scale: float | None) -> Tensor:
+        """Attention of some queries; with a bias at least in float32, in which the bias is never rounded."""
+        q, k, v, mask = self.q[:, :, rows], self.k, self.v, self.visible[:, :, rows]
+        dense = bias_rows(self.bias, rows, self.slots[:, rows])
+        if dense is not None:
+            dense = dense.to(torch.promote_types(q.dtype, torch.float32))
+            mask = torch.where(mask, dense, float("-inf"))
+            q, k, v = (x.to(mask.dtype) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        return y.to(self.v.dtype)
+
+    def weights(self, **options: Any) -> Tensor:
+        raise ValueError(f"output_attentions is not available with a static cache; {USE}")
+
+
+def check_bias(encoding: Encoding, bias: Bias) -> None:
+    """Refuse biases whose rows depend on where the last key stands."""
+    for part in bias.parts if isinstance(bias, SumBias) else (bias,):
+        if not isinstance(part, (NoBias, SlopeBias, SlopeTerm, PathBias)):
+            raise ValueError(
+                f"{encoding!r} has a {type(part).__name__}, which a static cache cannot compute (it computes "
+                f"SlopeBias and PathBias); {USE}"
+            )
+
+
+def bias_rows(bias: Bias, rows: slice, t: Tensor) -> Tensor | None:
+    """(B|1, H|1, rows, S): the bias of queries at tokens t (B, rows); None for zero, any value at later slots."""
+    if isinstance(bias, SumBias):
+        parts = [part for part in (bias_rows(part, rows, t) for part in bias.parts) if part is not None]
+        return sum(parts[1:], parts[0])
+    if isinstance(bias, PathBias):
+        return _path_rows(bias, rows, t)
+    return None if isinstance(bias, NoBias) else bias.tile(rows, slice(0, bias.key_length))
+
+
+def _path_rows(bias: PathBias, rows: slice, t: Tensor) -> Tensor:
+    """sum for l = j+1 … t of rate * g(<p_t, P_l> / P), as `PathBias.tile` for queries at any tokens."""
+    query, key = bias.probe_q[:, :, rows], bias.probe_k
+    edge = LINKS[bias.link](query @ key.transpose(-1, -2).to(query.dtype) / key.shape[-1])
+    edge = edge.masked_fill(torch.arange(key.shape[2], device=t.device) > t[:, None, :, None], 0.0)
+    total = edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(edge.dtype)  # over l >= column
+    total = F.pad(total[..., 1:], (0, 1))
+    return bias.rate.unsqueeze(-1) * total.repeat_interleave(bias.rate.shape[1] // total.shape[1], 1)
+
+
+# single quotes: torch 2.13 does not escape double ones when it writes an assertion's message into C++
+USE = "use cache_implementation='dynamic' (the default)"
+INCREASE = (
+    f"position_ids must go on from those before and increase: a static cache holds no packed documents; {USE}"
+)
+FULL = "the static cache is full: it holds max_cache_len tokens; set a larger max_cache_len"
+
+
+def _require(ok: Tensor, readable: bool, message: str) -> None:
+    """A ValueError where Python may read the value, else an assertion on the device."""
+    if not readable:
+        torch._assert_async(ok, message)
+    elif not bool(ok):
+        raise ValueError(message)
+
+
+def _map(function: Callable[..., Any], *states: Any) -> Any:
+    """The function of corresponding tensors of nested tuples."""
+    if isinstance(states[0], tuple):
+        return tuple(_map(function, *parts) for parts in zip(*states, strict=True))
+    return None if states[0] is None else function(*states)
+
+
+def _latest(old: Tensor, new: Tensor, layout: StaticLayout) -> Tensor:
+    """The state after the last token of each sequence: the old one where there is none."""
+    count = layout.slots.shape[1]
+    new = new.narrow(2, new.shape[2] - count, count)
+    if layout.taken is None:
+        return new[:, :, -1:]
+    index = _along_tokens(layout.taken.unsqueeze(-1), new)
+    return torch.cat([old, new.to(old.dtype)], 2).gather(2, index.expand_as(old))
+
+
+def _along_tokens(index: Tensor, x: Tensor) -> Tensor:
+    """(B, T) as (B, 1, T, 1, …), with as many axes as x."""
+    return index.view(len(index), 1, -1, *(1,) * (x.dim() - 3))
+
+
+def _room(like: Tensor, batch: int, slots: int) -> Tensor:
+    room = like.new_zeros(batch, like.shape[1], slots, *like.shape[3:])
+    _keep_addresses(room)
+    return room
+
+
+def _selected(tensor: Tensor, index: Tensor) -> Tensor:
+    """The rows `index`, in the same storage if there are as many as before."""
+    rows = tensor.index_select(0, index.to(tensor.device))
+    return tensor.copy_(rows) if rows.shape == tensor.shape else rows
+
+
+def _keep_addresses(*tensors: Tensor) -> None:
+    """For CUDA graphs: these tensors are written in place and never move."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor)

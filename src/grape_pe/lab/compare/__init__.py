@@ -1,0 +1,1 @@
+"""Comparing encodings: arms, seeds, learning rates and budgets, run side by side."""

@@ -1,0 +1,88 @@
+"""The arms of a comparison: an encoding with its options, and whatever else is set for this arm alone.
+
+Arm.parse("fox[forget_bias=4]+kv")
+Arm.parse("[grape-m@w128,grape-a-qk]")
+Arm(label="slow", encoding="fox", options={"forget_bias": 4}, train={"lr": 1e-3})
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from ..config import RunConfig, Section, merged, validated
+from ..errors import LabError
+from ..written import read_options, split_names, with_options
+
+KV = "+kv"
+#: an encoding or a list of them, then options in brackets, then whether it has KV-shift
+WRITTEN = re.compile(r"(?P<encoding>\[[^\[\]]+\]|[^\[\]]+?)(\[(?P<options>.*)\])?(?P<kv>\+kv)?", re.DOTALL)
+
+
+class Arm(Section):
+    """One side of a comparison. Without a label it is named as it would be written on the command line."""
+
+    label: str = Field("", description="what it is called; names its directories")
+    encoding: str | Annotated[list[str], Field(min_length=1)] = Field(
+        description="a name, several joined by +, or a list that repeats over the layers"
+    )
+    options: dict[str, Any] = Field({}, description="of the encoding")
+    kv_shift: bool = False
+    model: dict[str, Any] = Field({}, description="settings of the model for this arm alone")
+    train: dict[str, Any] = Field({}, description="settings of the training for this arm alone")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, said: Any) -> Any:
+        return _parsed(said) if isinstance(said, str) else said
+
+    @model_validator(mode="after")
+    def _named(self) -> Arm:
+        label = self.label or _written(self.encoding, self.options, self.kv_shift)
+        if "/" in label or label.startswith("."):
+            raise ValueError(f"the label {label!r} names a directory: give one without / and a leading dot")
+        object.__setattr__(self, "label", label)
+        return self
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """An arm as it is written on the command line: fox[forget_bias=4]+kv."""
+        return cls(**_parsed(text))
+
+    def applied(self, config: RunConfig, seed: int) -> RunConfig:
+        """The recipe for this arm."""
+        options = {**config.model.encoding_options, **self.options}
+        own = {
+            **self.model,
+            "encoding": self.encoding,
+            "encoding_options": options,
+            "kv_shift": self.kv_shift,
+        }
+        return validated(merged(config.model_dump(), {"seed": seed, "model": own, "train": self.train}))
+
+    def described(self) -> dict[str, Any]:
+        """What results say of it."""
+        return self.model_dump()
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    found = WRITTEN.fullmatch(text.strip())
+    if found is None:
+        raise LabError(
+            f"cannot read the encoding {text!r}; options go in brackets after the whole name, then +kv, as "
+            "in 'rope+fox[forget_bias=4]+kv'; encodings by layer go in a list, as in '[grape-m@w128,grape-a-qk]'"
+        )
+    name = found["encoding"]
+    return {
+        "label": text.strip(),
+        "encoding": split_names(name[1:-1]) if name.startswith("[") else name,
+        "options": read_options(found["options"] or "", text),
+        "kv_shift": found["kv"] is not None,
+    }
+
+
+def _written(encoding: str | list[str], options: dict[str, Any], kv_shift: bool) -> str:
+    name = encoding if isinstance(encoding, str) else f"[{','.join(encoding)}]"
+    return with_options(name, options) + (KV if kv_shift else "")

@@ -1,0 +1,151 @@
+"""One run of a comparison, from the first step to its evaluation. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import RunConfig
+from ..data import load_tokenizer, open_dataset
+from ..errors import Diverged
+from ..evaluate.lengths import evaluate_language, validation_loss
+from ..files import damaged, read_json, write_json, write_text
+from ..inspect.figure_data import picture
+from ..tasks import build_task, score
+from ..train.distributed import World, default_device
+from ..train.feed import open_feed
+from ..train.run_directory import read_metrics
+from ..train.saved_model import load_model
+from ..train.trainer import train
+from .budgets import branches
+from .comparison import AGAIN, EVALUATION, PICTURE, Comparison, Job, trials_of
+
+#: tokens of the validation text that an encoding's picture is drawn on
+PICTURE_TOKENS = 96
+
+
+def finished(job: Job, root: Path) -> bool:
+    return (job.directory(root) / EVALUATION).is_file()
+
+
+def run_job(job: Job, comparison: Comparison, root: Path) -> int:
+    """Train and evaluate, or go on with an earlier attempt; returns the signal that stopped it, or 0."""
+    rate, tried = (None, []) if job.trial is not None else best_rate(job, comparison, root)
+    directory, config = job.directory(root), job.config(comparison, rate)
+    said: dict[str, Any] = {**job.arm.described(), "seed": job.seed, "lr": config.train.lr, "sweep": tried}
+    try:
+        outcome = train(config, directory, resume=True, quiet=True)
+    except Diverged as problem:
+        _write(directory, said | {"val_loss": None, "scores": [], "task": job.task, "error": str(problem)})
+        return 0
+    if outcome.signal:
+        return outcome.signal
+    found, stopped = _evaluated(job, directory, config, comparison)
+    if not stopped:
+        _write(directory, said | found)
+    return stopped
+
+
+def _evaluated(
+    job: Job, directory: Path, config: RunConfig, comparison: Comparison
+) -> tuple[dict[str, Any], int]:
+    """What is measured of a trained run; and the signal that stopped it, or 0."""
+    if job.trial is not None:
+        return {"val_loss": _final_loss(directory, config, comparison)}, 0
+    if job.task is not None:
+        return _task_scores(job, comparison, _model(directory)), 0
+    budgets, stopped = _run_branches(directory, config, comparison)
+    if stopped:
+        return {}, stopped
+    found = _language(directory, config, comparison, _model(directory))
+    return {"val_loss": budgets[-1]["loss"], "budgets": budgets, **found}, 0
+
+
+def _model(directory: Path) -> Any:
+    return load_model(directory).to(default_device()).eval()
+
+
+def best_rate(job: Job, comparison: Comparison, root: Path) -> tuple[float | None, list[dict[str, Any]]]:
+    """The learning rate with the lowest loss of this arm's sweep, and all that were tried."""
+    tried = []
+    for trial in trials_of(comparison, job.arm, job.task):
+        path = trial.directory(root) / EVALUATION
+        loss = read_json(path, AGAIN).get("val_loss", "")
+        if not isinstance(loss, float | None):
+            raise damaged(path, "it has no val_loss", AGAIN)
+        tried.append({"lr": trial.trial, "loss": loss})
+    scored = [(each["loss"], each["lr"]) for each in tried if each["loss"] is not None]
+    return (min(scored)[1] if scored else None), tried
+
+
+def _run_branches(
+    directory: Path, config: RunConfig, comparison: Comparison
+) -> tuple[list[dict[str, Any]], int]:
+    """The loss at every budget, the run's own last; and the signal that stopped it, or 0."""
+    found: list[dict[str, Any]] = []
+    for branch in branches(config, comparison.budgets):
+        place, entry = branch.directory(directory), {"tokens": branch.tokens}
+        try:
+            outcome = train(branch.config, place, resume=True, quiet=True, start=branch.checkpoint(directory))
+        except Diverged as problem:
+            found.append(entry | {"loss": None, "error": str(problem)})
+            continue
+        if outcome.signal:
+            return [], outcome.signal
+        found.append(entry | {"loss": _final_loss(place, config, comparison)})
+    whole = config.tokens_per_step * config.train.steps
+    return [*found, {"tokens": whole, "loss": _final_loss(directory, config, comparison)}], 0
+
+
+def _final_loss(directory: Path, config: RunConfig, comparison: Comparison) -> float | None:
+    """Loss of a run's last weights on the sample of the validation split that all runs share."""
+    rows = -(-comparison.validation_tokens // config.data.sequence)
+    loss = validation_loss(_model(directory), open_feed(config, World()).batches, rows)
+    return loss if math.isfinite(loss) else None
+
+
+def _task_scores(job: Job, comparison: Comparison, model: Any) -> dict[str, Any]:
+    assert job.task is not None
+    task = build_task(job.task, **comparison.probe.data.task_options)
+    lengths = [factor * task.length for factor in comparison.task_factors]
+    found = score(model, task, samples=comparison.task_samples, lengths=lengths)
+    return {"task": job.task, "scores": [asdict(each) | {"task": job.task} for each in found]}
+
+
+def _language(directory: Path, config: RunConfig, comparison: Comparison, model: Any) -> dict[str, Any]:
+    place = open_feed(config, World()).directory
+    assert place is not None
+    lines = read_metrics(directory)
+    training = [line for line in lines if line["kind"] == "train"]
+    steps = [config.tokens_per_step / line["tokens_per_second"] for line in training]
+    found = evaluate_language(
+        model, open_dataset(place), config.data.sequence, tokens=comparison.evaluation_tokens
+    )
+    _draw(directory, model.cpu(), place)
+    return {
+        "parameters": model.parameter_count(),
+        "train_length": config.data.sequence,
+        "tokens_per_second": config.tokens_per_step / statistics.median(steps),
+        "peak_memory_bytes": max(line["memory_bytes"] for line in training),
+        "seconds": sum(steps) * config.log.every,
+        **found,
+    }
+
+
+def _draw(directory: Path, model: Any, dataset: Path) -> None:
+    """The encoding's picture on the first words of the validation text."""
+    data, words = open_dataset(dataset), load_tokenizer(dataset)
+    shard = data.manifest.of("val")[0]
+    tokens = torch.from_numpy(data.read(shard, 0, min(PICTURE_TOKENS, shard.tokens)))
+    drawn = picture(model, tokens[None], [words.decode([token]) for token in tokens.tolist()])
+    write_text(directory / PICTURE, json.dumps(drawn))
+
+
+def _write(directory: Path, said: dict[str, Any]) -> None:
+    write_json(directory / EVALUATION, said)

@@ -1,0 +1,191 @@
+"""`grape eval lm CHECKPOINT`: lm_eval in process, on the paper's seven tasks or any others.
+
+Both accuracies are kept: acc, and acc_norm (by the length of the answer) where the task has it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...extras import require
+from ..errors import LabError
+from ..files import write_json, writing
+from ..train.checkpoint import cause
+from ..train.distributed import default_device
+
+PAPER_TASKS = {
+    "arc_easy": "ARC-E",
+    "arc_challenge": "ARC-C",
+    "hellaswag": "HellaSwag",
+    "openbookqa": "OBQA",
+    "piqa": "PIQA",
+    "winogrande": "WinoGrande",
+    "sciq": "SciQ",
+}
+METRICS = ("acc", "acc_norm")
+#: samples behind the standard error of a score that is no mean; that of a mean needs none, but not 0
+BOOTSTRAP = 1000
+
+
+class EvaluationError(LabError):
+    """Something the user can put right: an unknown task, a checkpoint that is none, a missing dataset."""
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One task's accuracies in [0, 1]; None where it has no such metric."""
+
+    acc: float | None
+    acc_norm: float | None
+    acc_stderr: float | None
+    acc_norm_stderr: float | None
+    samples: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A checkpoint's scores on every task."""
+
+    checkpoint: str
+    encoding: str | None
+    shots: int
+    limit: int | None
+    tasks: dict[str, TaskScore]
+
+    def average(self, metric: str) -> float | None:
+        """Mean over the tasks; a task without acc_norm counts with its acc."""
+        each = [_number(score, metric) for score in self.tasks.values()]
+        known = [value for value in each if value is not None]
+        return sum(known) / len(known) if known else None
+
+    def table(self) -> str:
+        """Tasks as columns, one row for each metric, in percent ± standard error."""
+        head = ["", *(PAPER_TASKS.get(name, name) for name in self.tasks), "Avg."]
+        rows = [head]
+        for metric in METRICS:
+            each = [asdict(score) for score in self.tasks.values()]
+            cells = [_percent(score[metric], score[f"{metric}_stderr"]) for score in each]
+            rows.append([metric, *cells, _percent(self.average(metric))])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "average": {metric: self.average(metric) for metric in METRICS}}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything as JSON, the whole file or nothing."""
+        path = Path(path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, self.to_dict())
+
+
+def _number(score: TaskScore, metric: str) -> float | None:
+    return score.acc if metric == "acc" or score.acc_norm is None else score.acc_norm
+
+
+def _percent(value: float | None, error: float | None = None) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str] = tuple(PAPER_TASKS),
+    *,
+    include: str | os.PathLike[str] | None = None,
+    shots: int = 0,
+    limit: int | None = None,
+    batch_size: int = 8,
+    checkpoint: str = "model",
+) -> Scores:
+    """Run lm_eval on a Hugging Face model that is already in memory.
+
+    Args:
+        model, tokenizer: of transformers; `GrapeForCausalLM`, an adapted model or any other.
+        tasks: names lm_eval knows, or those of task files in `include`.
+        include: a directory of task files (YAML), which may point at local data: nothing is then fetched.
+        shots: examples in the prompt. limit: at most so many samples of each task.
+    """
+    lm_eval = require("lm_eval", "eval")
+    manager = _task_manager(tasks, include)
+    wrapper = require("lm_eval.models.huggingface", "eval").HFLM
+    wrapped = wrapper(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=str(model.device))
+    try:
+        found = lm_eval.simple_evaluate(
+            model=wrapped, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
+            bootstrap_iters=BOOTSTRAP, log_samples=False,
+        )  # fmt: skip
+    except (ConnectionError, FileNotFoundError) as error:
+        raise EvaluationError(
+            f"a dataset could not be read: {error}. Without a network, download it beforehand or give local "
+            "task files with --include"
+        ) from error
+    encoding = model.config.to_dict().get("encoding")
+    scores = {name: _score(found, name) for name in tasks}
+    return Scores(checkpoint, encoding, shots, limit, scores)
+
+
+def _task_manager(tasks: Sequence[str], include: str | os.PathLike[str] | None) -> Any:
+    """lm_eval's index of tasks; its thousands of own ones are read only if one of them is asked for."""
+    index = require("lm_eval.tasks", "eval").TaskManager
+    if not tasks:
+        raise EvaluationError(f"no task given; the paper's are {', '.join(PAPER_TASKS)}")
+    if include is not None:
+        if not Path(include).is_dir():
+            raise EvaluationError(f"--include must be a directory of task files, got {include}")
+        local = index(include_path=str(include), include_defaults=False)
+        if set(tasks) <= set(local.all_tasks):
+            return local
+    manager = index(include_path=None if include is None else str(include))
+    _check_tasks(tasks, manager.all_tasks)
+    return manager
+
+
+def _check_tasks(tasks: Sequence[str], known: Sequence[str]) -> None:
+    for name in tasks:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = (
+                f"did you mean {', '.join(near)}?"
+                if near
+                else "give its task file's directory with --include"
+            )
+            raise EvaluationError(f"lm_eval has no task {name!r}; {hint}")
+
+
+def _score(found: dict[str, Any], name: str) -> TaskScore:
+    said = found["results"].get(name)
+    if said is None:
+        raise EvaluationError(f"{name} is a group without a score of its own; name its tasks")
+    values = {
+        f"{metric}{suffix}": _float(said.get(f"{metric}{suffix},none"))
+        for metric in METRICS
+        for suffix in ("", "_stderr")
+    }
+    return TaskScore(**values, samples=int(found["n-samples"][name]["effective"]))  # type: ignore[arg-type]
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any, Any]:
+    """Model and tokenizer from a directory or Hub name; importing grape_pe.hf makes our models known."""
+    transformers = require("transformers", "hf")
+    require("grape_pe.hf", "hf")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        words = transformers.AutoTokenizer.from_pretrained(tokenizer or checkpoint)
+    except Exception as error:  # of transformers, tokenizers and safetensors, each of its own kind
+        hint = "" if tokenizer else "; if it has no tokenizer, give one with --tokenizer"
+        raise EvaluationError(f"cannot load {checkpoint}: {cause(error)}{hint}") from error
+    return model.eval().to(default_device()), words

@@ -1,0 +1,1 @@
+"""What an encoding does, by itself or inside a trained model."""

@@ -1,0 +1,51 @@
+"""A line on the screen that says how far a job is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.util import find_spec
+from typing import Any
+
+
+class ProgressLine:
+    """Step, loss, speed and time left: a live bar on a terminal, a line now and then elsewhere."""
+
+    PAUSE = 15.0  # seconds between lines where there is no terminal
+
+    def __init__(self, title: str, start: int, total: int, quiet: bool) -> None:
+        self.title, self.start, self.total, self.quiet = title, start, total, quiet
+        self.began = self.printed = time.monotonic()
+        self.validation = ""
+        self.bar: Any = None
+        if not quiet and sys.stderr.isatty() and find_spec("rich") is not None:
+            self._open_bar()
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[said]}"), TimeRemainingColumn(), console=Console(stderr=True),
+        )  # fmt: skip
+        self.bar.start()
+        self.task = self.bar.add_task(self.title, total=self.total, completed=self.start, said="")
+
+    def show(self, step: int, loss: float, speed: float, last: bool = False) -> None:
+        self.tell(step, f"loss {loss:.4f}{self.validation}  {speed:,.0f} tokens/s", last)
+
+    def tell(self, step: int, said: str, last: bool = False) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, said=said)
+        elif not self.quiet and (last or time.monotonic() - self.printed > self.PAUSE):
+            self.printed = time.monotonic()
+            left = (self.printed - self.began) / max(1, step - self.start) * (self.total - step)
+            print(f"{self.title} {step}/{self.total}  {said}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def validated(self, loss: float) -> None:
+        self.validation = f"  validation {loss:.4f}"
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()

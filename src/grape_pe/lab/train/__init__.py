@@ -1,0 +1,1 @@
+"""Training: the loop, its checkpoints and files, one process or many."""

@@ -1,0 +1,232 @@
+"""Checkpoints of a run: written in the background, whole or invisible, readable by any number of ranks.
+
+The tensors are safetensors files of torch.distributed.checkpoint, a shard each rank; the rest is JSON.
+A checkpoint is written under a hidden name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from ..errors import LabError
+from ..files import SCRATCH, damaged, read_json
+from .distributed import World
+
+# One process is no accident here. The warning comes from a background thread, beyond catch_warnings.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+STATE = "state.json"
+#: readers and writers wrap what went wrong in errors of their own, and torch's is no Exception
+FAILURES = (Exception, CheckpointException)
+#: a parameter without a gradient has no optimizer state, which is no error
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a run stands after `step` optimizer steps."""
+
+    step: int = 0
+    validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+        directory: RUN/checkpoints. keep: newest ones kept; the best one is kept besides, and those of
+            the steps in `always`.
+    """
+
+    def __init__(self, directory: Path, keep: int, among: World, always: Sequence[int] = ()) -> None:
+        self.directory, self.keep, self.world = directory, keep, among
+        self.always = {checkpoint_name(step) for step in always}
+        self.pending: tuple[Future[Any], Path, Path] | None = None
+
+    def found(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(p for p in self.directory.iterdir() if p.name.startswith("step-") and p.is_dir())
+
+    def clean(self) -> None:
+        """Remove what a killed run left half written."""
+        if self.world.first and self.directory.is_dir():
+            for left in self.directory.glob(f"{SCRATCH}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        self.world.barrier()
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: TrainingState) -> None:
+        """Begin to write; training may go on at once, on copies this does not see."""
+        self.finish()
+        final = self.directory / checkpoint_name(progress.step)
+        if final.exists():
+            return
+        scratch = self.directory / f"{SCRATCH}{final.name}"
+        self.world.agree(self._prepare(scratch, progress))
+        writing = dcp.async_save(
+            _tensors(*get_state_dict(model, optimizer, options=OPTIONS)),
+            storage_writer=HuggingFaceStorageWriter(str(scratch), save_distributed=True),
+            process_group=self.world.background,
+            no_dist=self.world.size == 1,
+        )
+        self.pending = (_future(writing), scratch, final)
+
+    def _prepare(self, scratch: Path, progress: TrainingState) -> str | None:
+        """The hidden directory with what is no tensor; the problem if there is one."""
+        if not self.world.first:
+            return None
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            (scratch / STATE).write_text(json.dumps(asdict(progress)))
+        except OSError as problem:
+            return self._unwritable(problem)
+        return None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's part of the write under way is on the disk, or has failed."""
+        return self.pending is not None and self.pending[0].done()
+
+    def check(self, ranks_written: float) -> None:
+        """Show the checkpoint under its name once every rank has written its part.
+
+        Args:
+            ranks_written: how many ranks are `written`, summed over all of them, so that they act together.
+        """
+        if self.pending is not None and ranks_written == self.world.size:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the write under way, show it under its name, and drop what is no longer kept."""
+        if self.pending is None:
+            return
+        writing, scratch, final = self.pending
+        self.pending = None
+        self.world.agree(self._reveal(writing, scratch, final))
+
+    def _reveal(self, writing: Future[Any], scratch: Path, final: Path) -> str | None:
+        try:
+            writing.result()
+            if self.world.first:
+                os.replace(scratch, final)
+                self._prune()
+        except FAILURES as problem:
+            if self.world.first:
+                shutil.rmtree(scratch, ignore_errors=True)
+            return self._unwritable(problem)
+        return None
+
+    def _unwritable(self, problem: BaseException) -> str:
+        last = self.found()
+        kept = f"the last good checkpoint is {last[-1]}" if last else "there is no earlier checkpoint"
+        return f"cannot write a checkpoint to {self.directory}: {cause(problem)}; {kept}"
+
+    def _prune(self) -> None:
+        found = self.found()
+        best = _best(found)
+        for old in found[: -self.keep]:
+            if old != best and old.name not in self.always:
+                hidden = old.with_name(f"{SCRATCH}{old.name}")  # renamed first: never half there
+                os.replace(old, hidden)
+                shutil.rmtree(hidden, ignore_errors=True)
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, start: Path | None = None
+    ) -> TrainingState:
+        """Load the newest checkpoint, whatever number of ranks wrote it, or else `start`, a checkpoint of
+        another run; from nothing, begin at step 0."""
+        found = self.found() or ([] if start is None else [start])
+        if not found:
+            return TrainingState()
+        weights, moments = get_state_dict(model, optimizer, options=OPTIONS)
+        tensors = _tensors(weights, moments)
+        _read(tensors, found[-1], self.world.size == 1)
+        moments = {**moments, **_part("optimizer.", tensors)}
+        weights = _part("model.", tensors)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=OPTIONS)
+        return read_state(found[-1])
+
+
+def _tensors(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights and optimizer state as one flat mapping; the settings of the groups come from the schedule."""
+    named = {f"model.{name}": value for name, value in weights.items()}
+    named |= {f"optimizer.{name}": value for name, value in moments.items()}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
+    try:
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
+    except FAILURES as problem:
+        raise LabError(
+            f"cannot read the checkpoint {checkpoint}: {cause(problem)}; "
+            "if it is damaged, remove that directory and the one before it is used"
+        ) from None
+
+
+def read_state(checkpoint: Path) -> TrainingState:
+    place, remedy = checkpoint / STATE, f"remove {checkpoint} and the checkpoint before it is used"
+    try:
+        found = TrainingState(**read_json(place, remedy))
+    except (FileNotFoundError, TypeError) as problem:
+        raise damaged(place, problem, remedy) from None
+    losses = (found.validation_loss, found.best_loss)
+    if not isinstance(found.step, int) or not all(isinstance(loss, float | None) for loss in losses):
+        raise damaged(place, "step must be a whole number and losses numbers", remedy)
+    return found
+
+
+def load_weights(model: nn.Module, checkpoint: Path) -> None:
+    """The weights alone, into a model of one process."""
+    tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
+    _read(tensors, checkpoint, alone=True)
+    model.load_state_dict(_part("model.", tensors))
+
+
+def _best(found: list[Path]) -> Path | None:
+    scored = [(loss, path) for path in found if (loss := read_state(path).validation_loss) is not None]
+    return min(scored)[1] if scored else None
+
+
+def _future(writing: Any) -> Future[Any]:
+    return writing if isinstance(writing, Future) else writing.upload_completion
+
+
+def cause(problem: BaseException) -> str:
+    """The first line of what really went wrong, below what wrapped it."""
+    inner = list(getattr(problem, "failures", {}).values())
+    if inner:
+        return cause(inner[0][0])
+    said = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+    return said.strip().splitlines()[0] if said.strip() else type(problem).__name__

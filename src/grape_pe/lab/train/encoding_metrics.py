@@ -1,0 +1,84 @@
+"""What an encoding has learned, in a few numbers: its frequencies, its rates, how far it looks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...bias import Bias
+from ...encodings.base import Encoded, Encoding
+from ...encodings.frequencies import STEP_DIVISOR, Frequencies
+from ..inspect.capture import added
+
+
+def encoding_summary(model: nn.Module, tokens: Tensor) -> dict[str, float]:
+    """Over all layers: frequencies, gates and slopes on these tokens (1, T), the bias at some distances."""
+    seen: list[Bias] = []
+    hooks = [
+        part.register_forward_hook(lambda _module, _inputs, code: _remember(seen, code))
+        for part in model.modules()
+        if isinstance(part, Encoding)
+    ]
+    was_training = model.training
+    try:
+        # a compiled model does not see hooks that came later
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model.eval()
+            model(tokens)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return _frequencies(model) | _rates(seen) | _reach(seen, tokens.shape[1])
+
+
+def _remember(seen: list[Bias], code: Encoded) -> None:
+    seen.append(code.bias)
+
+
+def _frequencies(model: nn.Module) -> dict[str, float]:
+    learned = [(m, m.delta) for m in model.modules() if isinstance(m, Frequencies) and m.delta is not None]
+    if not learned:
+        return {}
+    with torch.no_grad():
+        moved = torch.stack([_whole(delta.double()) for _, delta in learned])
+        spectra = torch.stack([each.initial.double() for each, _ in learned]) * (moved / STEP_DIVISOR).exp()
+    return {
+        "frequency/largest": float(spectra.max()),
+        "frequency/smallest": float(spectra.min()),
+        "frequency/moved": float(moved.abs().mean()),
+    }
+
+
+def _rates(seen: list[Bias]) -> dict[str, float]:
+    found: dict[str, list[Tensor]] = {}
+    for bias in seen:
+        for name, tensor in {**bias.views(), **bias.traces()}.items():
+            short = name.rpartition(".")[2]
+            if short.startswith("rate"):
+                found.setdefault(short, []).append(tensor.detach().double().flatten())
+    out = {}
+    for name, each in found.items():
+        values = torch.cat(each)
+        out[f"{name}/mean"], out[f"{name}/spread"] = float(values.mean()), float(values.std(correction=0))
+    return out
+
+
+def _reach(seen: list[Bias], length: int) -> dict[str, float]:
+    """Mean bias from the last token to the one 1, 16, 64 before it."""
+    row = slice(length - 1, length)
+    tiles = [tile.double() for bias in seen if (tile := added(bias, row, slice(0, length))) is not None]
+    out = {}
+    for distance in (1, 16, 64):
+        if tiles and distance < length:
+            out[f"bias/at_{distance}"] = float(
+                torch.stack([t[..., -1 - distance].mean() for t in tiles]).mean()
+            )
+    return out
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered; any other as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

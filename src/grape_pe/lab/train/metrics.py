@@ -1,0 +1,63 @@
+"""What a run writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...extras import require
+from ..config import RunConfig
+from ..files import write_text
+from .run_directory import METRICS, read_metrics, run_id
+
+
+class Metrics:
+    """Lines of {"kind", "step", …}. A run that goes on from `step` first forgets what came after it."""
+
+    def __init__(self, directory: Path, config: RunConfig, step: int) -> None:
+        self.path = directory / METRICS
+        _forget_after(self.path, step)
+        self.file = self.path.open("a")
+        self.board: Any = None
+        if config.log.tensorboard:
+            board = require("torch.utils.tensorboard", "lab")
+            self.board = board.SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+        self.wandb: Any = None
+        if config.log.wandb:
+            self.wandb = require("wandb", "wandb").init(
+                project=config.log.wandb, name=directory.name, dir=str(directory), config=config.model_dump(),
+                id=run_id(directory), resume="allow",
+            )  # fmt: skip
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self.file.flush()
+        numbers = {f"{kind}/{name}": value for name, value in _numbers(values)}
+        if self.board is not None:
+            for name, value in numbers.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif value is not None:
+            yield name, float(value)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+    if path.exists():
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -1,0 +1,154 @@
+"""The directory of a run: claimed by one process at a time, never mixed with another configuration."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import yaml
+
+from ... import __version__
+from ..config import RunConfig, differences, validated
+from ..errors import LabError
+from ..files import (
+    LOCK,
+    SCRATCH,
+    claim,
+    damaged,
+    read_json,
+    read_json_lines,
+    read_text,
+    write_json,
+    write_text,
+)
+
+CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
+
+
+class RunDirectory:
+    """Open a run's directory for writing; as a context it is locked against a second process."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.lock: Any = None
+
+    def open(self, config: RunConfig, data: dict[str, Any], *, resume: bool) -> Self:
+        """Check what is there, before anything is computed or written, then claim it.
+
+        Raises LabError if it holds something else, another configuration, other data, or a run under way.
+        """
+        try:
+            self.check(config, resume=resume)
+            self._check_data(data)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = claim(self.path)
+            if not (self.path / CONFIG).exists():
+                write_json(self.path / ENVIRONMENT, _environment(config, data))
+                write_text(self.path / CONFIG, config.to_yaml())
+        except OSError as problem:
+            raise LabError(f"cannot write to {self.path}: {problem.strerror}; give another --out") from None
+        return self
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def check(self, config: RunConfig, *, resume: bool) -> None:
+        """Refuse a directory with something else in it, or with a run that cannot go on so."""
+        if self.path.exists() and not self.path.is_dir():
+            raise LabError(f"--out must be a directory, but {self.path} is a file")
+        entries = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
+        begun = {LOCK, ENVIRONMENT, *(f"{SCRATCH}{name}" for name in (ENVIRONMENT, CONFIG))}
+        if not entries - begun:  # also what is left if it was killed before its first step
+            return
+        if CONFIG not in entries:
+            raise LabError(
+                f"{self.path} holds other files and no run; give an empty or new directory as --out"
+            )
+        if not resume:
+            raise LabError(
+                f"{self.path} already holds a run; continue it with --resume, or give another --out"
+            )
+        changed = differences(read_config(self.path), config)
+        if changed:
+            raise LabError(
+                f"{self.path} was begun with another configuration ({'; '.join(changed)}); "
+                "a run is continued as it was begun: give the same options, or another --out"
+            )
+        read_metrics(self.path)
+
+    def _check_data(self, data: dict[str, Any]) -> None:
+        if not (self.path / CONFIG).exists():
+            return
+        before = _begun_with(self.path, "data")
+        if before != data:
+            raise LabError(f"the data of {self.path} have changed since it was begun: {before} -> {data}")
+
+
+def read_config(path: Path) -> RunConfig:
+    """The configuration a run was begun with."""
+    place, remedy = path / CONFIG, "restore it from a copy, or train again in another --out"
+    try:
+        said = yaml.safe_load(read_text(place, remedy))
+    except FileNotFoundError:
+        raise LabError(f"{path} is no run: it has no {CONFIG}") from None
+    except yaml.YAMLError as problem:
+        raise damaged(place, problem, remedy) from None
+    if not isinstance(said, dict):
+        raise damaged(place, f"expected settings by name, got {type(said).__name__}", remedy)
+    try:
+        return validated(said)
+    except LabError as problem:
+        raise damaged(place, problem, remedy) from None
+
+
+def _begun_with(path: Path, name: str) -> Any:
+    """One field of what was written when the run was begun."""
+    place, remedy = path / ENVIRONMENT, "restore it from a copy, or train again in another --out"
+    try:
+        return read_json(place, remedy)[name]
+    except (FileNotFoundError, KeyError):
+        raise damaged(place, f"it has no {name}", remedy) from None
+
+
+def run_id(path: Path) -> str:
+    """A name no other run has, the same whenever the run goes on."""
+    return str(_begun_with(path, "id"))
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run so far; a last line that a kill cut short is left out."""
+    path = directory / METRICS
+    remedy = "remove it, and the run goes on without its earlier curves"
+    lines = read_json_lines(path, remedy)
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line.get("kind"), str) or not isinstance(line.get("step"), int):
+            raise damaged(path, f"line {number} has no kind and step", remedy)
+    return lines
+
+
+def _environment(config: RunConfig, data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": secrets.token_hex(8),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": " ".join(sys.argv),
+        "seed": config.seed,
+        "versions": {
+            "grape-pe": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        },
+        "data": data,
+    }

@@ -1,0 +1,312 @@
+"""Training: one loop for a laptop and for a cluster.
+
+    outcome = train(load("small", {"model.encoding": "grape-ap"}), "runs/ap")
+
+The batch of a step depends on the seed and the step alone and nothing else is random, so a run that was
+killed and continued is the run that was not, to the last bit, on the same kind and number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...extras import require
+from ...models import Decoder
+from ..config import RunConfig
+from ..data import Batch, prefetch
+from ..errors import Diverged, LabError
+from ..progress import ProgressLine
+from .checkpoint import Checkpoints, TrainingState
+from .distributed import World, check_split, gradients_exchanged, spread, world
+from .encoding_metrics import encoding_summary
+from .estimate import flops_per_token, peak_flops, peak_memory
+from .feed import Feed, open_feed
+from .metrics import Metrics
+from .optimization import adamw, initialise, learning_rate
+from .run_directory import RunDirectory
+from .saved_model import export_final
+from .signals import StopSignals
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: after `step` steps, by itself or by a signal; figures of this process's share."""
+
+    directory: Path
+    step: int
+    validation_loss: float | None
+    best_loss: float | None
+    tokens_per_second: float
+    seconds: float
+    peak_memory_bytes: int
+    signal: int = 0
+
+
+def train(
+    config: RunConfig,
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    start: Path | None = None,
+) -> Outcome:
+    """Train, or continue, the run in the directory `out`.
+
+    Args:
+        resume: continue from the newest checkpoint there; from nothing, start.
+        quiet: no progress line.
+        start: begin from this checkpoint of another run, which must have run as this one would have.
+    """
+    _check_installed(config)
+    with world() as among:
+        check_split(config, among.size)
+        config.model.decoder(1)  # a wrong encoding is told before any data are read
+        directory = RunDirectory(out)
+        _on_first(among, lambda: directory.check(config, resume=resume))
+        feed = open_feed(config, among)
+        try:
+            _on_first(among, lambda: directory.open(config, feed.identity, resume=resume))
+            return Trainer(config, directory.path, feed, among, quiet, start).run()
+        except OSError as failed:
+            raise LabError(_stopped_by(failed, directory.path)) from None
+        finally:
+            directory.close()
+
+
+def _on_first(among: World, check: Callable[[], object]) -> None:
+    """Check on the first rank; what it refuses is raised on all."""
+    problem = None
+    if among.first:
+        try:
+            check()
+        except ValueError as refused:
+            problem = str(refused)
+    among.agree(problem)
+
+
+def _check_installed(config: RunConfig) -> None:
+    """What a run needs only later is asked for at its beginning."""
+    later = ["safetensors", "tokenizers", "transformers", *["tensorboard"] * config.log.tensorboard]
+    for module in later:
+        if find_spec(module) is None:
+            require(module, "lab")
+    if config.log.wandb:
+        require("wandb", "wandb")
+
+
+def _stopped_by(problem: OSError, directory: Path) -> str:
+    where = problem.filename or directory
+    return (
+        f"cannot read or write {where}: {problem.strerror or problem}; "
+        "whole checkpoints are kept: put it right and go on with --resume"
+    )
+
+
+class Trainer:
+    """A model, its optimizer, its data and its directory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        feed: Feed,
+        among: World,
+        quiet: bool,
+        start: Path | None = None,
+    ) -> None:
+        self.config, self.directory, self.feed, self.world, self.quiet = config, directory, feed, among, quiet
+        self.decoder = Decoder(config.model.decoder(feed.batches.vocab_size))
+        initialise(self.decoder, config.seed)
+        self.flops = flops_per_token(self.decoder.config, config.data.sequence)
+        self.model: nn.Module = spread(self.decoder, config.train, among)
+        self.optimizer = adamw(self.decoder, config.train)
+        self.checkpoints = Checkpoints(
+            directory / "checkpoints", config.train.keep, among, config.train.checkpoint_at
+        )
+        self.checkpoints.clean()
+        self.progress = self.checkpoints.restore(self.model, self.optimizer, start)
+        self.metrics: Metrics | None = None
+        if among.first:
+            self.metrics = Metrics(directory, config, self.progress.step)
+        self.line = ProgressLine(
+            f"{config.name} {config.model.encoding}",
+            self.progress.step,
+            config.train.steps,
+            quiet or not among.first,
+        )
+        self.tokens, self.seconds = 0, 0.0
+
+    def run(self) -> Outcome:
+        """Train to the last step, or until a signal asks to stop."""
+        steps = range(self.progress.step, self.config.train.steps)
+        stopped = 0
+        try:
+            with StopSignals() as signals:  # to the end: a cluster may ask twice, also while this saves
+                with prefetch(self.feed.batches, steps, self._rows) as coming:
+                    for step, parts in coming:
+                        stopped = self._train_step(step, parts, signals)
+                        if stopped:
+                            break
+                self._save()
+                self.checkpoints.finish()
+                if not stopped:
+                    self._export()
+        finally:
+            self.line.close()
+            if self.metrics is not None:
+                self.metrics.close()
+        return self._outcome(stopped)
+
+    def _export(self) -> None:
+        export_final(self.model, self.decoder.config, self.directory / "final", self.feed, self.world)
+
+    def _rows(self, _step: int) -> list[range]:
+        """This rank's share of a batch, in pieces of `micro_batch`."""
+        share = self.world.rows(self.config.train.batch)
+        size = self.config.train.micro_batch or len(share)
+        return [range(start, min(start + size, share.stop)) for start in range(share.start, share.stop, size)]
+
+    def _train_step(self, step: int, parts: list[Batch], signals: StopSignals) -> int:
+        """One optimizer step with all that follows it; returns the signal that asks to stop, or 0."""
+        began = time.perf_counter()
+        rate = learning_rate(step, self.config.train)
+        loss, norm, tokens, stop = self._update(step, parts, rate, signals)
+        self.seconds += (spent := time.perf_counter() - began)
+        self.tokens += tokens
+        done = step + 1
+        self.progress = TrainingState(done, None, self.progress.best_loss, self.progress.best_step)
+        if done % self.config.log.every == 0 or done == self.config.train.steps:
+            self._log(done, loss, norm, rate, tokens, spent)
+        self.line.show(done, loss, tokens / spent, last=done == self.config.train.steps)
+        if self._due(done, self.config.train.eval_every) or self._due(
+            done, self.config.train.checkpoint_every
+        ):
+            self._validate(done)
+        every = self.config.train.checkpoint_every or self.config.train.steps
+        if done % every == 0 or done in self.config.train.checkpoint_at:
+            self._save()
+        return stop
+
+    def _due(self, done: int, every: int) -> bool:
+        return done == self.config.train.steps or (every > 0 and done % every == 0)
+
+    def _update(
+        self, step: int, parts: list[Batch], rate: float, signals: StopSignals
+    ) -> tuple[float, float, int, int]:
+        """Gradients of the global batch and one step along them: (loss, gradient norm, tokens, signal)."""
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        counts = [int((part.targets >= 0).sum()) for part in parts]
+        predicted, tokens, written, *asked = self.world.total(
+            sum(counts), sum(p.tokens.numel() for p in parts), self.checkpoints.written, *signals.counts()
+        )
+        self.checkpoints.check(written)
+        summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for number, part in enumerate(parts, start=1):
+            with gradients_exchanged(self.model, number == len(parts)):
+                # the ranks' gradients are averaged, their losses must be summed
+                loss = self._loss(part, predicted / self.world.size)
+                loss.backward()
+            summed += loss.detach().double() / self.world.size
+        clip = self.config.train.clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)
+        value, size = self.world.total(summed)[0], _number(norm)
+        self._check_finite(step, value, size)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return value, size, int(tokens), StopSignals.named(asked)
+
+    def _loss(self, part: Batch, count: float) -> Tensor:
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(self.world.device, non_blocking=True)
+
+        half = self.config.train.precision == "bf16"
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=half):
+            loss = self.model(
+                moved(part.tokens), targets=moved(part.targets), documents=moved(part.documents), count=count
+            )
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _check_finite(self, step: int, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        self.checkpoints.finish()
+        found = self.checkpoints.found()
+        kept = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+        raise Diverged(
+            f"stopped at step {step}: the loss is {loss} and the gradient norm {norm}, before any weight was "
+            f"changed by it; {kept}. A smaller train.lr or train.clip, or a longer train.warmup, may help"
+        )
+
+    def _validate(self, done: int) -> None:
+        """Mean loss of the fixed validation set, and what the encoding has learned."""
+        loss = self._validation_loss()
+        best = self.progress.best_loss
+        if best is None or loss < best:
+            self.progress = TrainingState(done, loss, loss, done)
+        else:
+            self.progress = TrainingState(done, loss, best, self.progress.best_step)
+        self.line.validated(loss)
+        sample = self.feed.batches.validation(range(1)).tokens.to(self.world.device)
+        values = encoding_summary(self.decoder, sample)
+        if self.metrics is not None:
+            self.metrics.write("validation", done, {"loss": loss})
+            self.metrics.write("encoding", done, {"values": values})
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        total = self.feed.batches.validation_rows
+        total = min(total, self.config.train.eval_sequences or total)
+        share, largest = self.world.rows(total), -(-total // self.world.size)
+        size = self.config.train.micro_batch or max(1, self.config.train.batch // self.world.size)
+        self.model.eval()
+        summed, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
+        for first in range(share.start, share.start + largest, size):
+            rows = range(first, min(first + size, share.stop))
+            part = self.feed.batches.validation(rows or range(1))
+            loss = self._loss(part, 1.0)  # also without rows: sharded models compute together
+            if rows:
+                summed += loss.double()
+                count += int((part.targets >= 0).sum())
+        whole, predicted = self.world.total(summed, count)
+        return whole / max(1.0, predicted)
+
+    def _save(self) -> None:
+        if self.progress.step > 0:
+            self.checkpoints.save(self.model, self.optimizer, self.progress)
+
+    def _log(self, done: int, loss: float, norm: float, rate: float, tokens: int, spent: float) -> None:
+        if self.metrics is None:
+            return
+        speed = tokens / spent
+        peak = peak_flops(self.world.device)
+        self.metrics.write("train", done, {
+            "loss": loss, "lr": rate, "grad_norm": norm,
+            "tokens": done * self.config.tokens_per_step, "tokens_per_second": speed,
+            "mfu": None if peak is None else self.flops * speed / (peak * self.world.size),
+            "memory_bytes": peak_memory(self.world.device),
+        })  # fmt: skip
+
+    def _outcome(self, stopped: int) -> Outcome:
+        return Outcome(
+            directory=self.directory, step=self.progress.step, validation_loss=self.progress.validation_loss,
+            best_loss=self.progress.best_loss, tokens_per_second=self.tokens / max(self.seconds, 1e-9),
+            seconds=self.seconds, peak_memory_bytes=peak_memory(self.world.device), signal=stopped,
+        )  # fmt: skip
+
+
+def _number(norm: Any) -> float:
+    """A gradient norm, gathered if it is sharded."""
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
