@@ -65,6 +65,7 @@ class AdaptedBase(AdaptedModel):
     mask: ClassVar[Any] = None  # for the stock model, which would make one of T x T
     encoding: Encoding | None  # one for all layers
     preparation: Preparation
+    embed_tokens: nn.Embedding
     layers: nn.ModuleList
 
     def __init__(self, config: Any) -> None:
