@@ -284,9 +284,8 @@ class SlopeTerm(Bias):
         return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
 
 
-def _total(tiles: list[Tensor | None]) -> Tensor:
-    some = [tile for tile in tiles if tile is not None]
-    return sum(some[1:], some[0])
+def _plus(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first + second
 
 
 class _Compound(Bias):
@@ -300,10 +299,20 @@ class _Compound(Bias):
         return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        return _total([part.tile(rows, cols) for part in self.members()])
+        total = None
+        for (
+            part
+        ) in self.members():  # a comprehension would make the lengths of a slice constants in torch.compile
+            total = _plus(total, part.tile(rows, cols))
+        assert total is not None
+        return total
 
     def row(self, keys: int) -> Tensor:
-        return _total([part.row(keys) for part in self.members()])
+        total = None
+        for part in self.members():
+            total = _plus(total, part.row(keys))
+        assert total is not None
+        return total
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.members():
