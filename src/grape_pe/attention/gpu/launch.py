@@ -350,7 +350,7 @@ def plan_backward(
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     d_out, delta = _dense(d_out), torch.empty_like(lse)
     shared = {f"stride_o{a}": d_out.stride(n) for n, a in enumerate("bht")} | {"D_OUT": d_out, "DELTA": delta}
-    more = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
+    more: dict[str, Any] = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
     more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
     grid = (triton.cdiv(queries, PATCH), batch * heads)
     yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **more}, Tile(PATCH, PATCH, 4, 1))
@@ -362,7 +362,8 @@ def plan_backward(
     shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
     names = {"D_RATE": "rate", "D_C": "c", "D_PROBE": "probe"}
     key_side, query_side = (
-        {place: grads.get(f"{name}_{side}", lse) for place, name in names.items()} for side in "kq"
+        dict[str, Any]({place: grads.get(f"{name}_{side}", lse) for place, name in names.items()})
+        for side in "kq"
     )
     key_side |= {"DK": grads["k"], "D_V": grads["v"]}
     key_side["DOC_ENDS"] = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
