@@ -378,7 +378,8 @@ def plan_backward(
         lambda tile: (triton.cdiv(queries, tile.queries), 1),
         shared | query_side,
     )
-    borders, at_once, sums = triton.cdiv(keys, border), batch * heads, {}
+    borders, at_once = triton.cdiv(keys, border), batch * heads
+    sums: dict[str, Tensor] = {}
     if s["HAS_PATH"]:
         at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
         sums = {name: lse.new_empty(at_once * borders * queries) for name in ("CARRY", "RIGHT")}
