@@ -242,7 +242,7 @@ def test_refused_by_name():
     model, ids = small("rope+fox"), prompts(padded=0)
     with pytest.raises(ValueError, match=r"path.*cache_implementation='dynamic'"):
         generate(small("path"), ids, cache_implementation="static")
-    with pytest.raises(ValueError, match=r"TileBias.*cache_implementation='dynamic'"):
+    with pytest.raises(ValueError, match=r"PaTHBias.*cache_implementation='dynamic'"):
         generate(small("path", encoding_options={"conv": 0}), ids, cache_implementation="static")
     with pytest.raises(ValueError, match="offloaded caches are not supported"):
         generate(model, ids, cache_implementation="offloaded_static")

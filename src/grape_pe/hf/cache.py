@@ -23,20 +23,21 @@ from .static_layer import GrapeStaticLayer
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.setdefault(LAYER_TYPE, create_causal_mask)
 
 
-class _Stream:
-    """What both kinds of layer share: everything is forwarded to a `StreamingCache`, made at first use."""
+class GrapeDynamicLayer(DynamicLayer):
+    """Grows with the sequence: everything is forwarded to a `StreamingCache`, made at first use."""
 
+    _layer_type = LAYER_TYPE
     is_compileable = False
-    is_croppable = True
-    is_sliding = False
     supports_early_init = False
-    capacity: int | None = None
     stream: StreamingCache | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
 
     def open(self, make: Callable[..., StreamingCache], encoding: Encoding, rollback: int) -> StreamingCache:
         """The `StreamingCache` of this layer; made now by `make` if there is none."""
         if self.stream is None:
-            self.stream = make(encoding, capacity=self.capacity, rollback=rollback)
+            self.stream = make(encoding, rollback=rollback)
             self.is_initialized = True
         return self.stream
 
@@ -61,9 +62,6 @@ class _Stream:
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1 if self.capacity is None else self.capacity
 
     def reset(self) -> None:
         if self.stream is not None:
@@ -92,15 +90,6 @@ class _Stream:
         twin = copy.copy(self)
         twin.stream = None if self.stream is None else self.stream.fork()
         return twin
-
-
-class GrapeDynamicLayer(_Stream, DynamicLayer):
-    """Grows with the sequence."""
-
-    _layer_type = LAYER_TYPE
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
 
 
 def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:
