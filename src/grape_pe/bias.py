@@ -244,8 +244,9 @@ class SlopeTerm(Bias):
         return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
-        new = (tensors.get(name, getattr(self, name)) for name in ("c_q", "c_k", "rate_q", "rate_k"))
-        return SlopeTerm(*new, self.counts)
+        get = tensors.get
+        rates = get("rate_q", self.rate_q), get("rate_k", self.rate_k)
+        return SlopeTerm(get("c_q", self.c_q), get("c_k", self.c_k), *rates, self.counts)
 
     def rebased(self, offset: float) -> SlopeTerm:
         return replace(self, c_k=self.c_k - offset) if self.counts == "positions" else self

@@ -456,7 +456,7 @@ class StreamingCache:
         q = k.new_zeros(k.shape[0], shape.heads, 1, shape.head_dim)
         x = None if shape.width is None else k.new_zeros(k.shape[0], 1, shape.width)
         positions = torch.zeros((1,) if coords == 1 else (1, coords), dtype=torch.long, device=k.device)
-        return self.encoding(q, k, x=x, v=v, positions=positions)
+        return self.encoding(q, k, x=x, v=v, positions=positions)  # type: ignore[no-any-return]
 
 
 def norm_bound(k: Tensor) -> Tensor:

@@ -327,7 +327,9 @@ class Composite(Encoding):
             part._check_input(x, q)
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        q, k, bias, carried = tokens.q, tokens.k, NO_BIAS, []
+        q, k = tokens.q, tokens.k
+        bias: Bias = NO_BIAS
+        carried: list[State] = []
         for i, part in enumerate(self._parts):
             code = part.encode(tokens, None if state is None else state[i])
             if part.transforms:

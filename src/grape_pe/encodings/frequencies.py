@@ -100,5 +100,5 @@ class Frequencies(FullPrecision):
     def stacked(parts: Sequence[Frequencies]) -> Tensor:
         """(L, coords, planes): those of L encodings with one group each, as `forward` gives them."""
         theta = torch.cat([part.initial for part in parts]).to(exact_dtype(parts[0].initial.device))
-        deltas = [part.delta for part in parts if part.delta is not None]
+        deltas: list[Tensor] = [part.delta for part in parts if part.delta is not None]
         return theta * torch.exp(torch.cat(deltas).to(theta.dtype) / STEP_DIVISOR) if deltas else theta

@@ -98,7 +98,8 @@ class PaTHBias(TileBias):
     def settled(self, last: int) -> PaTHBias:
         """Keys k_j <- H_e … H_{j+1} k_j, with e the token before the `last`; then beta = 0 up to e."""
         k, w, beta = (self.key[name] for name in ("k", "w", "beta"))
-        start, end = _unit_factors(beta), k.shape[2] - last
+        end = k.shape[2] - last
+        start = _unit_factors(beta) if end >= LARGE else None
         if start is None or end - start < LARGE:
             return self
         parts = _Products(k[:, :, :0], *(x[:, :, start:end] for x in (k, w, beta)))

@@ -65,6 +65,7 @@ class AdaptedBase(AdaptedModel):
     mask: ClassVar[Any] = None  # for the stock model, which would make one of T x T
     encoding: Encoding | None  # one for all layers
     preparation: Preparation
+    embed_tokens: nn.Embedding
     layers: nn.ModuleList
 
     def __init__(self, config: Any) -> None:
@@ -90,7 +91,7 @@ class AdaptedBase(AdaptedModel):
         layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
         layout = make_layout(tokens, attention_mask, position_ids, layers)
         if layers is not None:
-            layout = layout.prepare(self.preparation, self.embed_tokens.weight.dtype)
+            layout = layout.prepare(self.preparation, self.dtype)
         return super().forward(
             input_ids=input_ids,
             attention_mask=self.mask,

@@ -46,7 +46,7 @@ class Adapted(nn.Module):
         assert encoding is not None
         cache = None
         if cache_layers is not None:
-            layer = cache_layers[self.layer_idx]  # type: ignore[index]
+            layer = cache_layers[self.layer_idx]  # type: ignore[call-overload]
             cache = layer.open(StreamingCache, encoding, self.config.rollback)
         seen = see(*self.project(x), x, layout, encoding, cache)
         y = self.o_proj(seen.attend(scale=self.scale).transpose(1, 2).flatten(2))  # type: ignore[operator]

@@ -350,7 +350,7 @@ def plan_backward(
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     d_out, delta = _dense(d_out), torch.empty_like(lse)
     shared = {f"stride_o{a}": d_out.stride(n) for n, a in enumerate("bht")} | {"D_OUT": d_out, "DELTA": delta}
-    more = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
+    more: dict[str, Any] = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
     more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
     grid = (triton.cdiv(queries, PATCH), batch * heads)
     yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **more}, Tile(PATCH, PATCH, 4, 1))
@@ -361,9 +361,8 @@ def plan_backward(
     shared |= {"NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads, "heads_from": 0, "borders": 0}
     shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
     names = {"D_RATE": "rate", "D_C": "c", "D_PROBE": "probe"}
-    key_side, query_side = (
-        {place: grads.get(f"{name}_{side}", lse) for place, name in names.items()} for side in "kq"
-    )
+    key_side: dict[str, Any] = {place: grads.get(f"{name}_k", lse) for place, name in names.items()}
+    query_side: dict[str, Any] = {place: grads.get(f"{name}_q", lse) for place, name in names.items()}
     key_side |= {"DK": grads["k"], "D_V": grads["v"]}
     key_side["DOC_ENDS"] = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
     query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
@@ -372,7 +371,8 @@ def plan_backward(
         backward_kernels.key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side
     )
     border = key.tile.keys
-    query_side |= {"BORDER": border} if s["HAS_PATH"] else {}
+    if s["HAS_PATH"]:
+        query_side["BORDER"] = border
     query = plan.fitting(
         backward_kernels.query_kernel,
         lambda tile: (triton.cdiv(queries, tile.queries), 1),

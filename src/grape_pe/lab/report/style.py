@@ -43,7 +43,7 @@ def styles(arms: Sequence[ArmResults]) -> dict[str, Style]:
     used: dict[int, int] = {}
     out = {}
     for arm in arms:
-        family = families.setdefault(arm.arm.encoding, len(families))
+        family = families.setdefault(str(arm.arm.encoding), len(families))
         hue = family % len(LIGHT)
         variant = used.get(hue, 0)
         used[hue] = variant + 1
