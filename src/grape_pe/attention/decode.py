@@ -110,7 +110,9 @@ def _attend_rows(
 
 
 def _together(q: Tensor, k: Tensor) -> int:
-    """Key heads to attend to in one call: enough for all threads."""
+    """Key heads to attend to in one call: enough for all threads. torch.compile cannot trace their number."""
+    if torch.compiler.is_compiling():
+        return 1
     return max(1, torch.get_num_threads() * k.shape[1] // (q.shape[0] * q.shape[1]))
 
 
