@@ -226,3 +226,33 @@ def test_caches_users_bring():
             model(ids, past_key_values=foreign)
         with pytest.raises(ValueError, match="capacity"):
             model(ids, past_key_values=StaticCache(model.config, 3))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_filled_by_another_model_is_refused(static):
+    """It would go on with the other model's encoding."""
+    ids, first, second = tokens(), small("fox"), small("fox", seed=3)
+    cache = StaticCache(config=first.config, max_cache_len=20) if static else DynamicCache()
+    with torch.no_grad():
+        want = first(ids).logits
+        first(ids[:, :5], past_key_values=cache)
+        with pytest.raises(ValueError, match="another model"):
+            second(ids[:, 5:6], past_key_values=cache)
+        torch.testing.assert_close(first(ids[:, 5:], past_key_values=cache).logits, want[:, 5:])
+        cache.reset()  # an empty one serves any model
+        second(ids[:, :5], past_key_values=cache)
+        got = second(ids[:, 5:], past_key_values=cache).logits
+        torch.testing.assert_close(got, second(ids).logits[:, 5:])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generating_in_training_mode_with_checkpointing(cache):
+    """Without gradients nothing is recomputed, so the cache is filled as usual."""
+    model, ids = small("grape-m+grape-ap"), tokens()
+    want = generated(model, ids, do_sample=False, use_cache=False)
+    model.gradient_checkpointing_enable()
+    same(model.train(), ids, want, do_sample=False, cache_implementation=cache)
+    with torch.no_grad():
+        filled = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(ids, past_key_values=filled, labels=ids)

@@ -365,3 +365,8 @@ def test_training_reduces_the_loss():
         adam.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_cache_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"model\.cache\(\)"):
+        small()(tokens(), cache=small().cache())

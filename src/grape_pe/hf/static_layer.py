@@ -41,6 +41,18 @@ class GrapeStaticLayer(StaticLayer):
             self.store = StaticCache(encoding, capacity=self.max_cache_len, **settings)
         return self.store
 
+    @property
+    def encoding(self) -> Encoding | None:
+        return None if self.store is None else self.store.encoding
+
+    @property
+    def empty(self) -> bool:
+        return self.fresh
+
+    def forget(self) -> None:
+        """As new, for any model."""
+        self.store = None
+
     keys = property(lambda self: self._tokens("k"), lambda self, value: None)
     values = property(lambda self: self._tokens("v"), lambda self, value: None)
 

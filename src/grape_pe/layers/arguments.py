@@ -116,6 +116,12 @@ def _tail(cache: StreamingCache | None, batch: int) -> Tail | None:
     return tail
 
 
+def check_model_cache(cache: StreamingCache, encoding: Encoding) -> None:
+    """The first layer's cache is for this encoding, and so for this model."""
+    if cache.encoding is not encoding:
+        raise ValueError("cache was made for another model; use one from model.cache() of this model")
+
+
 def check_layers(encodings: Sequence[Encoding], layout: Layout, caches: Sequence[StreamingCache]) -> None:
     """What must hold in every layer of a model: packing is possible, and caches hold the same tokens."""
     if layout.documents is not None:
