@@ -256,3 +256,38 @@ def test_generating_in_training_mode_with_checkpointing(cache):
         filled = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="gradient checkpointing"):
         model(ids, past_key_values=filled, labels=ids)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["rope", "fox"])
+def test_caches_filled_in_inference_mode_go_on_outside(name, static):
+    model, ids = small(name, kv_shift=True), tokens(length=12)
+    cache = StaticCache(config=model.config, max_cache_len=20) if static else DynamicCache()
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[0, 0] = 0
+    with torch.inference_mode():
+        model(ids[:, :5], attention_mask=mask, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        cache.batch_repeat_interleave(2)
+        twin = copy.deepcopy(cache)
+    with torch.no_grad():
+        want = model(ids[:1, 1:]).logits[:, 4:].expand(4, -1, -1)
+        for each in (cache, twin):
+            got = [model(ids[:1, i : i + 1].expand(4, -1), past_key_values=each).logits for i in range(5, 12)]
+            torch.testing.assert_close(torch.cat(got, 1), want)
+
+
+def test_a_static_cache_after_its_model_changed_dtype():
+    model, ids = small("rope+fox"), tokens()
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    generated(model, ids, past_key_values=cache, do_sample=False)
+    cache.reset()
+    want = generated(model.float(), ids, do_sample=False)
+    same(model, ids, want, past_key_values=cache, do_sample=False)
+
+
+def test_a_static_cache_refuses_a_call_without_tokens():
+    model, ids = small(), tokens()
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad(), pytest.raises(ValueError, match="one token or more"):
+        model(ids[:, :0], past_key_values=cache)

@@ -404,3 +404,15 @@ def test_torch_func(name):
     close(each["q_proj.weight"].sum(0), layers[0].q_proj.weight.grad)
     want = (layers[0](x + 1e-6 * x) - layers[0](x - 1e-6 * x)) / 2e-6
     torch.testing.assert_close(jvp(layers[0], (x,), (x,))[1], want, rtol=1e-6, atol=1e-6)
+
+
+def test_packed_documents_with_sinks_are_refused():
+    """Alone, every document has sinks; packed, only the first would."""
+    layer, x, documents = made("fox", window=4, sinks=2), inputs(), torch.tensor([0] * 6 + [1] * 7)
+    with pytest.raises(ValueError, match="sinks=2"):
+        layer(x, documents=documents)
+    with pytest.raises(ValueError, match="sinks=2"):
+        layer(x, positions=torch.tensor([*range(6), *range(7)]))
+    model = Decoder(DecoderConfig(vocab_size=7, width=C, layers=2, heads=2, window=[3, None], sinks=1))
+    with pytest.raises(ValueError, match="sinks=1"):
+        model(torch.zeros(1, T, dtype=torch.long), documents=documents)

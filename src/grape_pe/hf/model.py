@@ -17,7 +17,7 @@ from ..cache import Layout, arrange
 from ..encodings import Encoding
 from ..encodings.prepared import Preparation
 from ..layers import KVShift, RMSNorm
-from ..layers.arguments import check_layers
+from ..layers.arguments import check_layers, check_sinks
 from ..models.blocks import EMBEDDING_STD, Block
 from ..models.loss import cross_entropy
 from .cache import GrapeDynamicLayer, layers_of
@@ -87,6 +87,7 @@ class GrapeModel(GrapePreTrainedModel):
         cache = cache_for(self, past_key_values, use_cache)
         layers = None if cache is None else layers_of(cache, len(self.layers), self.encoding_of(0))
         layout = make_layout(x, attention_mask, position_ids, layers)
+        check_sinks(self.config.sinks, layout)
         if layers is not None:
             layout = layout.prepare(self.preparation, x.dtype)
         streams = [each.stream for each in layers or () if each.stream is not None]

@@ -22,6 +22,7 @@ from .arguments import (
     check_cache,
     check_input,
     check_qk_norm,
+    check_sinks,
     check_window,
     head_sizes,
     rotates,
@@ -120,6 +121,7 @@ class Attention(nn.Module):
         if cache is not None:
             check_cache(cache, encoding, self.kv_shift, self.norms(encoding))
         layout = call_layout(x, encoding, positions, documents, padding, cache)
+        check_sinks(self.sinks, layout)
         if cache is not None:
             layout = layout.prepare(cache.preparation, x.dtype)
         return self.run(x, layout, encoding, cache)[0]
