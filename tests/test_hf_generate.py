@@ -226,3 +226,68 @@ def test_caches_users_bring():
             model(ids, past_key_values=foreign)
         with pytest.raises(ValueError, match="max_cache_len"):
             model(ids, past_key_values=StaticCache(model.config, 3))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_filled_by_another_model_is_refused(static):
+    """It would go on with the other model's encoding."""
+    ids, first, second = tokens(), small("fox"), small("fox", seed=3)
+    cache = StaticCache(config=first.config, max_cache_len=20) if static else DynamicCache()
+    with torch.no_grad():
+        want = first(ids).logits
+        first(ids[:, :5], past_key_values=cache)
+        with pytest.raises(ValueError, match="another model"):
+            second(ids[:, 5:6], past_key_values=cache)
+        torch.testing.assert_close(first(ids[:, 5:], past_key_values=cache).logits, want[:, 5:])
+        cache.reset()  # an empty one serves any model
+        second(ids[:, :5], past_key_values=cache)
+        got = second(ids[:, 5:], past_key_values=cache).logits
+        torch.testing.assert_close(got, second(ids).logits[:, 5:])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generating_in_training_mode_with_checkpointing(cache):
+    """Without gradients nothing is recomputed, so the cache is filled as usual."""
+    model, ids = small("grape-m+grape-ap"), tokens()
+    want = generated(model, ids, do_sample=False, use_cache=False)
+    model.gradient_checkpointing_enable()
+    same(model.train(), ids, want, do_sample=False, cache_implementation=cache)
+    with torch.no_grad():
+        filled = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(ids, past_key_values=filled, labels=ids)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["rope", "fox"])
+def test_caches_filled_in_inference_mode_go_on_outside(name, static):
+    model, ids = small(name, kv_shift=True), tokens(length=12)
+    cache = StaticCache(config=model.config, max_cache_len=20) if static else DynamicCache()
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[0, 0] = 0
+    with torch.inference_mode():
+        model(ids[:, :5], attention_mask=mask, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        cache.batch_repeat_interleave(2)
+        twin = copy.deepcopy(cache)
+    with torch.no_grad():
+        want = model(ids[:1, 1:]).logits[:, 4:].expand(4, -1, -1)
+        for each in (cache, twin):
+            got = [model(ids[:1, i : i + 1].expand(4, -1), past_key_values=each).logits for i in range(5, 12)]
+            torch.testing.assert_close(torch.cat(got, 1), want)
+
+
+def test_a_static_cache_after_its_model_changed_dtype():
+    model, ids = small("rope+fox"), tokens()
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    generated(model, ids, past_key_values=cache, do_sample=False)
+    cache.reset()
+    want = generated(model.float(), ids, do_sample=False)
+    same(model, ids, want, past_key_values=cache, do_sample=False)
+
+
+def test_a_static_cache_refuses_a_call_without_tokens():
+    model, ids = small(), tokens()
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad(), pytest.raises(ValueError, match="one token or more"):
+        model(ids[:, :0], past_key_values=cache)

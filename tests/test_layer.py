@@ -360,3 +360,59 @@ def test_wrong_inputs_and_caches_are_refused():
         made("path")(x, documents=IDS)
     with pytest.raises(ValueError, match="encoding=None"):
         Attention(C, 4, encoding=None)(x.float())
+
+
+@pytest.mark.parametrize("name", ["rope", "grape-m-ctx", "rope+fox", "grape-ap", "path"])
+def test_a_call_of_no_tokens_changes_nothing(name):
+    layer, x = made(name), inputs()
+    assert layer(x[:, :0]).shape == (2, 0, C)
+    close(stream(layer, x, (0, 0, 5, 5, 6, 13, 13)), layer(x))
+    assert layer(x[:0]).shape == (0, T, C)
+
+
+def test_a_copied_cache_belongs_to_the_same_layer():
+    layer, x = made(), inputs()
+    cache = layer.cache()
+    layer(x[:, :6], cache=cache)
+    twin = copy.deepcopy(cache)
+    layer(x[:, :3], cache=cache)  # not seen by the copy
+    close(layer(x[:, 6:], cache=twin), layer(x)[:, 6:])
+
+
+def test_on_meta_it_gives_shapes():
+    layer, x = made(dtype=torch.float32).to("meta"), inputs(dtype=torch.float32).to("meta")
+    cache = layer.cache()
+    assert layer(x).shape == layer(x, cache=cache).shape == (2, T, C)
+    assert layer(x[:, :1], cache=cache).device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["rope+fox", "grape-m+grape-ap"])
+def test_torch_func(name):
+    """An ensemble by vmap, gradients of each sample, forward mode."""
+    from torch.func import functional_call, grad, jvp, stack_module_state, vmap
+
+    layers, x = [made(name, output_norm=True), made(name, output_norm=True)], inputs()
+    layers[1].load_state_dict({n: p * 1.1 for n, p in layers[1].state_dict().items()})
+    stacked = vmap(lambda *state: functional_call(layers[0], state, (x,)))(*stack_module_state(layers))
+    close(stacked, torch.stack([layer(x) for layer in layers]))
+
+    def loss(parameters, x):
+        return functional_call(layers[0], parameters, (x[None],)).square().sum()
+
+    each = vmap(grad(loss), (None, 0))(dict(layers[0].named_parameters()), x)
+    layers[0](x).square().sum().backward()
+    close(each["q_proj.weight"].sum(0), layers[0].q_proj.weight.grad)
+    want = (layers[0](x + 1e-6 * x) - layers[0](x - 1e-6 * x)) / 2e-6
+    torch.testing.assert_close(jvp(layers[0], (x,), (x,))[1], want, rtol=1e-6, atol=1e-6)
+
+
+def test_packed_documents_with_sinks_are_refused():
+    """Alone, every document has sinks; packed, only the first would."""
+    layer, x, documents = made("fox", window=4, sinks=2), inputs(), torch.tensor([0] * 6 + [1] * 7)
+    with pytest.raises(ValueError, match="sinks=2"):
+        layer(x, documents=documents)
+    with pytest.raises(ValueError, match="sinks=2"):
+        layer(x, positions=torch.tensor([*range(6), *range(7)]))
+    model = Decoder(DecoderConfig(vocab_size=7, width=C, layers=2, heads=2, window=[3, None], sinks=1))
+    with pytest.raises(ValueError, match="sinks=1"):
+        model(torch.zeros(1, T, dtype=torch.long), documents=documents)

@@ -365,3 +365,23 @@ def test_training_reduces_the_loss():
         adam.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_cache_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"model\.cache\(\)"):
+        small()(tokens(), cache=small().cache())
+
+
+def test_a_forked_cache_is_independent():
+    model, ids = small("rope+fox", kv_shift=True), tokens()
+    with torch.no_grad():
+        cache = model.cache()
+        model(ids[:, :6], cache=cache)
+        twin = cache.fork()
+        model(ids[:, :3], cache=cache)
+        torch.testing.assert_close(model(ids[:, 6:], cache=twin), model(ids)[:, 6:])
+
+
+def test_tokens_of_one_axis_are_refused():
+    with pytest.raises(ValueError, match="batch, tokens"):
+        small()(tokens()[0])

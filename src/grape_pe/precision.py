@@ -26,12 +26,15 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if full else torch.promote_types(dtype, torch.float32)
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for tensors like x; the meta device has none."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Autocast rounds the inputs of matrix products, which undoes an upcast to float32."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 
 def ignores_autocast(
@@ -55,7 +58,7 @@ class WideLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = working_dtype(x.dtype)
-        if x.dtype == self.weight.dtype == wide and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype == self.weight.dtype == wide and not autocasts(x):
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(wide)
         with without_autocast(x):

@@ -22,7 +22,7 @@ from ..encodings.base import Encoding
 from ..precision import without_autocast
 from .layout import Layout
 from .seen import Norms, Seen, encode
-from .table import take
+from .table import take, writable
 
 #: queries whose rows of the bias are formed at a time, when several tokens come at once
 ROWS = 64
@@ -53,9 +53,10 @@ class Place:
     """Where the sequences of a static cache stand, shared by its layers: all values are tensors."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
-        self.columns = torch.zeros((), dtype=torch.long, device=device)  # of the attention mask
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens of each sequence
-        self.next = torch.zeros(batch, dtype=torch.long, device=device)  # the position that follows
+        with writable():
+            self.columns = torch.zeros((), dtype=torch.long, device=device)  # of the attention mask
+            self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens of each sequence
+            self.next = torch.zeros(batch, dtype=torch.long, device=device)  # the position that follows
         _keep_addresses(self.columns, self.lengths, self.next)
 
     def advance(
@@ -169,7 +170,7 @@ class StaticCache:
 
     def _write(self, columns: dict[str, Tensor], state: Any, layout: StaticLayout, bias: Bias) -> None:
         batch, count = layout.slots.shape
-        if layout.fresh and (not self.tokens or len(self.tokens["k"]) != batch):
+        if layout.fresh and not self._fits(columns["k"]):
             check_bias(self.encoding, bias)
             self.tokens = {n: _room(t, batch, self.capacity) for n, t in columns.items()}
             self.state = _map(lambda t: _room(t, batch, 1), state)
@@ -183,6 +184,11 @@ class StaticCache:
                 held.scatter_(2, _along_tokens(layout.slots, new).expand_as(new), new.to(held.dtype))
         _map(lambda old, new: old.copy_(_latest(old, new, layout)), self.state, state)
 
+    def _fits(self, k: Tensor) -> bool:
+        """Whether there is storage for such keys: the batch or the model's dtype may have changed by a reset."""
+        held = self.tokens.get("k")
+        return held is not None and (len(held), held.dtype, held.device) == (len(k), k.dtype, k.device)
+
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index`, in that order."""
         self.tokens = {name: _selected(t, index) for name, t in self.tokens.items()}
@@ -191,8 +197,9 @@ class StaticCache:
     def fork(self) -> Self:
         """An independent copy."""
         twin = copy.copy(self)
-        twin.tokens = {name: t.clone() for name, t in self.tokens.items()}
-        twin.state = _map(torch.clone, self.state)
+        with writable():
+            twin.tokens = {name: t.clone() for name, t in self.tokens.items()}
+            twin.state = _map(torch.clone, self.state)
         return twin
 
 
@@ -295,14 +302,16 @@ def _along_tokens(index: Tensor, x: Tensor) -> Tensor:
 
 
 def _room(like: Tensor, batch: int, slots: int) -> Tensor:
-    room = like.new_zeros(batch, like.shape[1], slots, *like.shape[3:])
+    with writable():
+        room = torch.zeros(batch, like.shape[1], slots, *like.shape[3:], dtype=like.dtype, device=like.device)
     _keep_addresses(room)
     return room
 
 
 def _selected(tensor: Tensor, index: Tensor) -> Tensor:
     """The rows `index`, in the same storage if there are as many as before."""
-    rows = tensor.index_select(0, index.to(tensor.device))
+    with writable():
+        rows = tensor.index_select(0, index.to(tensor.device))
     return tensor.copy_(rows) if rows.shape == tensor.shape else rows
 
 

@@ -393,6 +393,10 @@ class StreamingCache:
         twin.sequences = self.sequences.copy()
         return twin
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """`fork`: the tokens are copied, not the modules of the layer they belong to."""
+        return self.fork()
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move everything; `dtype` is for keys and values only, sums and positions keep their precision."""
         cast = ("k", "v", "shift.k", "shift.v")

@@ -6,6 +6,7 @@ empty: zero in every column, and True in the column `HIDDEN`, which exists only 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -149,7 +150,8 @@ class Table:
             self.storage[name] = fresh
         self.length = kept
         if any(lead):
-            column = torch.zeros(len(lead), 1, self.size, dtype=torch.bool, device=device)
+            with writable():
+                column = torch.zeros(len(lead), 1, self.size, dtype=torch.bool, device=device)
             column[:, 0, first:kept] = hidden
             self.storage[HIDDEN] = column
         self._set_lead(lead)
@@ -185,7 +187,8 @@ class Table:
         return {name: tensor[:, :, : self.length] for name, tensor in self.storage.items()}
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        self.storage = {name: change(name, tensor) for name, tensor in self.storage.items()}
+        with writable():
+            self.storage = {name: change(name, tensor) for name, tensor in self.storage.items()}
 
     def select(self, index: Tensor, rows: list[int]) -> None:
         self.map(lambda _, tensor: tensor.index_select(0, index.to(tensor.device)))
@@ -195,7 +198,8 @@ class Table:
 
     def copy(self) -> Table:
         twin = Table(self.capacity, self.keep_last, self.keep_first)
-        twin.storage = {name: tensor.clone() for name, tensor in self.storage.items()}
+        with writable():
+            twin.storage = {name: tensor.clone() for name, tensor in self.storage.items()}
         twin.length, twin.lead = self.length, list(self.lead)
         return twin
 
@@ -212,7 +216,13 @@ def _fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
     return index.view(shape)
 
 
+def writable() -> contextlib.AbstractContextManager[object]:
+    """Tensors made here are ordinary ones, also under inference mode, so that later calls in any mode write to them."""
+    off = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    return torch.inference_mode(False) if off else contextlib.nullcontext()
+
+
 def _allocate(like: Tensor, tokens: int) -> Tensor:
-    """Storage for `tokens` tokens: an ordinary tensor also under inference mode, so that all modes write."""
-    with torch.inference_mode(False):
+    """Storage for `tokens` tokens."""
+    with writable():
         return torch.empty(*like.shape[:2], tokens, *like.shape[3:], dtype=like.dtype, device=like.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bias import NO_BIAS, Bias
-from ..precision import exact_dtype, without_autocast, working_dtype
+from ..precision import autocasts, exact_dtype, without_autocast, working_dtype
 
 #: What must be carried from earlier tokens: (B, n, S), of which the last T slices belong to the new
 #: tokens; a tuple of such for a composition; None when nothing is carried.
@@ -202,7 +202,7 @@ class Encoding(FullPrecision, ABC):
             state: what the previous call returned; None at the start.
         """
         self.check(q, k, x)
-        if x is not None and torch.is_autocast_enabled(q.device.type):
+        if x is not None and autocasts(q):
             x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
         with without_autocast(q):
             return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..precision import exact_dtype, working_dtype
+from ..precision import autocasts, exact_dtype, working_dtype
 from .base import Encoding
 
 #: tokens up to which preparing pays; beyond, tensors for all layers would be large
@@ -44,7 +44,7 @@ class Preparation:
         """For positions (B|1, T) that were checked; None where each layer has to do its own work."""
         if positions is None or positions.shape[1] > FEW or positions.is_floating_point() or not _plain():
             return None
-        if torch.is_autocast_enabled(positions.device.type):
+        if autocasts(positions):
             return None
         if self.device != positions.device:
             self.device, self.groups = positions.device, self._grouped(positions.device)

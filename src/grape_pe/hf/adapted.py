@@ -31,7 +31,7 @@ from .adapted_attention import (
     GrapeQwen3Attention,
 )
 from .adapted_config import GrapeLlamaConfig, GrapeQwen2Config, GrapeQwen3Config
-from .cache import layer_of
+from .cache import layers_of
 from .config import LAYER_TYPE
 from .fade import fade_in
 from .model import cache_for, make_layout
@@ -73,6 +73,9 @@ class AdaptedBase(AdaptedModel):
         install(self, build_encodings(self, config))
         self.post_init()
 
+    def encoding_of(self, layer: int) -> Encoding:
+        return self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -88,7 +91,7 @@ class AdaptedBase(AdaptedModel):
         if tokens is None:
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         cache = cache_for(self, past_key_values, use_cache)
-        layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
+        layers = None if cache is None else layers_of(cache, len(self.layers), self.encoding_of(0))
         layout = make_layout(tokens, attention_mask, position_ids, layers)
         if layers is not None:
             layout = layout.prepare(self.preparation, self.dtype)

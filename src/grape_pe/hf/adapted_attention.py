@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
-from ..layers.attention import dense_weights, see
+from ..layers.attention import dense_weights, see, split_heads
 from .adapted_config import IMPLEMENTATION
 
 
@@ -25,9 +25,8 @@ class Adapted(nn.Module):
     config: Any
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (
-            proj(x).view(shape).transpose(1, 2)  # type: ignore[operator]
+            split_heads(proj(x), self.head_dim).transpose(1, 2)  # type: ignore[operator,arg-type]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         return q, k, v

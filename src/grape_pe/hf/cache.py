@@ -41,6 +41,18 @@ class GrapeDynamicLayer(DynamicLayer):
             self.is_initialized = True
         return self.stream
 
+    @property
+    def encoding(self) -> Encoding | None:
+        return None if self.stream is None else self.stream.encoding
+
+    @property
+    def empty(self) -> bool:
+        return self.stream is None or not self.stream.sequences.lengths
+
+    def forget(self) -> None:
+        """As new, for any model."""
+        self.stream = None
+
     def _view(self, name: str) -> Tensor | None:
         return None if self.stream is None or not self.stream.length else self.stream.tokens.view(name)
 
@@ -90,6 +102,23 @@ class GrapeDynamicLayer(DynamicLayer):
         twin = copy.copy(self)
         twin.stream = None if self.stream is None else self.stream.fork()
         return twin
+
+
+def layers_of(cache: Cache, count: int, encoding: Encoding) -> list[Any]:
+    """All layers of a cache, for the model whose first layer has this encoding.
+
+    An empty cache that another model has used starts anew.
+    """
+    layers = [layer_of(cache, i) for i in range(count)]
+    if layers[0].encoding not in (None, encoding):
+        if not layers[0].empty:
+            raise ValueError(
+                "past_key_values was filled by another model, whose encoding it would go on with; pass an empty "
+                "DynamicCache() or nothing"
+            )
+        for layer in layers:
+            layer.forget()
+    return layers
 
 
 def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:

@@ -17,10 +17,10 @@ from ..cache import Layout, arrange
 from ..encodings import Encoding
 from ..encodings.prepared import Preparation
 from ..layers import KVShift, RMSNorm
-from ..layers.arguments import check_layers
+from ..layers.arguments import check_layers, check_sinks
 from ..models.blocks import EMBEDDING_STD, Block
 from ..models.loss import cross_entropy
-from .cache import GrapeDynamicLayer, layer_of
+from .cache import GrapeDynamicLayer, layers_of
 from .config import GrapeConfig
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
 from .static_layer import GrapeStaticLayer, static_layout
@@ -85,8 +85,9 @@ class GrapeModel(GrapePreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = cache_for(self, past_key_values, use_cache)
-        layers = None if cache is None else [layer_of(cache, i) for i in range(len(self.layers))]
+        layers = None if cache is None else layers_of(cache, len(self.layers), self.encoding_of(0))
         layout = make_layout(x, attention_mask, position_ids, layers)
+        check_sinks(self.config.sinks, layout)
         if layers is not None:
             layout = layout.prepare(self.preparation, x.dtype)
         streams = [each.stream for each in layers or () if each.stream is not None]
@@ -123,7 +124,12 @@ class GrapeModel(GrapePreTrainedModel):
 
 def cache_for(model: PreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
     """The cache to fill; in training none is made unless asked for, and none goes with checkpointing."""
-    if model.training and model.gradient_checkpointing:
+    if model.training and model.gradient_checkpointing and torch.is_grad_enabled():
+        if cache is not None and cache.get_seq_length():
+            raise ValueError(
+                "gradient checkpointing computes tokens twice and cannot continue past_key_values; call the model "
+                "under torch.no_grad(), or leave past_key_values out"
+            )
         return None
     wanted = model.config.use_cache and not model.training if use_cache is None else use_cache
     return DynamicCache(config=model.config) if cache is None and wanted else cache

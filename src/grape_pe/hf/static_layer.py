@@ -12,6 +12,7 @@ from transformers.cache_utils import StaticLayer
 
 from ..cache import StreamingCache
 from ..cache.static import USE, Place, StaticCache, StaticLayout
+from ..cache.table import writable
 from ..encodings import Encoding
 from .config import LAYER_TYPE
 
@@ -40,6 +41,18 @@ class GrapeStaticLayer(StaticLayer):
             settings = {name: getattr(like, name) for name in names}
             self.store = StaticCache(encoding, capacity=self.max_cache_len, **settings)
         return self.store
+
+    @property
+    def encoding(self) -> Encoding | None:
+        return None if self.store is None else self.store.encoding
+
+    @property
+    def empty(self) -> bool:
+        return self.fresh
+
+    def forget(self) -> None:
+        """As new, for any model."""
+        self.store = None
 
     keys = property(lambda self: self._tokens("k"), lambda self, value: None)
     values = property(lambda self: self._tokens("v"), lambda self, value: None)
@@ -85,7 +98,8 @@ class GrapeStaticLayer(StaticLayer):
         """A copy of what is held, not of the model's modules it belongs to."""
         twin = copy.copy(self)
         twin.store = None if self.store is None else self.store.fork()
-        twin.place = copy.deepcopy(self.place, memo)
+        with writable():
+            twin.place = copy.deepcopy(self.place, memo)
         return twin
 
 
@@ -94,6 +108,8 @@ def static_layout(
 ) -> StaticLayout:
     """Where the new tokens stand; the cache then counts them as held."""
     first, (batch, count) = layers[0], x.shape[:2]
+    if not count:
+        raise ValueError(f"a static cache takes one token or more a call, got none; {USE}")
     fresh = first.fresh
     if fresh:
         place = first.place

@@ -116,6 +116,21 @@ def _tail(cache: StreamingCache | None, batch: int) -> Tail | None:
     return tail
 
 
+def check_sinks(sinks: int, layout: Layout) -> None:
+    """Refuse packed documents with sinks, which would be the first tokens of the first document only."""
+    if sinks and layout.documents is not None:
+        raise ValueError(
+            f"sinks={sinks} are the first tokens of a sequence, so packed documents after the first would have none; "
+            "use sinks=0, or one document a sequence"
+        )
+
+
+def check_model_cache(cache: StreamingCache, encoding: Encoding) -> None:
+    """The first layer's cache is for this encoding, and so for this model."""
+    if cache.encoding is not encoding:
+        raise ValueError("cache was made for another model; use one from model.cache() of this model")
+
+
 def check_layers(encodings: Sequence[Encoding], layout: Layout, caches: Sequence[StreamingCache]) -> None:
     """What must hold in every layer of a model: packing is possible, and caches hold the same tokens."""
     if layout.documents is not None:

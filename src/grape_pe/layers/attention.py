@@ -22,6 +22,7 @@ from .arguments import (
     check_cache,
     check_input,
     check_qk_norm,
+    check_sinks,
     check_window,
     head_sizes,
     rotates,
@@ -120,6 +121,7 @@ class Attention(nn.Module):
         if cache is not None:
             check_cache(cache, encoding, self.kv_shift, self.norms(encoding))
         layout = call_layout(x, encoding, positions, documents, padding, cache)
+        check_sinks(self.sinks, layout)
         if cache is not None:
             layout = layout.prepare(cache.preparation, x.dtype)
         return self.run(x, layout, encoding, cache)[0]
@@ -170,8 +172,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, T, D), (B, Hkv, T, D) twice; queries by `norm`, keys not yet: they are shifted before."""
-        shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        q, k, v = (split_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if norm is not None:
             q = norm(q).to(v.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -183,6 +184,11 @@ class Attention(nn.Module):
                 "layers; call the model, or build the layer with the name of an encoding"
             )
         return self.encoding
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """(B, T, H * D) as (B, T, H, D), for no tokens as well."""
+    return x.view(*x.shape[:2], x.shape[2] // head_dim, head_dim)
 
 
 def see(

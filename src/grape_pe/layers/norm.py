@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight. In half precision, on other devices and while compiling it is torch's."""
+    """x / rms(x) * weight. In half precision, on other devices, while compiling and under torch.func it is torch's."""
 
     def forward(self, x: Tensor) -> Tensor:
         eps = self.eps
@@ -19,9 +20,14 @@ class RMSNorm(nn.RMSNorm):
         full = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
         if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.normalized_shape, self.weight, eps)
-        if full and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if full and x.device.type == "cpu" and not torch.compiler.is_compiling() and not _transforming():
             return _Normed.apply(x, self.weight, eps)  # type: ignore[no-any-return,no-untyped-call]
         return F.rms_norm(x, self.normalized_shape, self.weight, eps)
+
+
+def _transforming() -> bool:
+    """Whether torch.func or forward mode is under way, for which `_Normed` has no rules."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class _Normed(torch.autograd.Function):

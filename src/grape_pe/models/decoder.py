@@ -16,7 +16,7 @@ from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
 from ..encodings.prepared import Preparation
 from ..layers import Attention, RMSNorm
-from ..layers.arguments import call_layout, check_layers
+from ..layers.arguments import call_layout, check_layers, check_model_cache, check_sinks
 from .blocks import EMBEDDING_STD, Block
 from .config import DecoderConfig
 from .loss import cross_entropy
@@ -48,6 +48,9 @@ class DecoderCache:
 
     def reset(self) -> Self:
         return self._each(lambda layer: layer.reset())
+
+    def fork(self) -> DecoderCache:
+        return DecoderCache([layer.fork() for layer in self.layers])
 
 
 class Trunk(nn.Module):
@@ -157,8 +160,13 @@ class Decoder(nn.Module):
         cache: DecoderCache | None = None,
     ) -> Tensor:
         """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
-        first = None if cache is None else cache.layers[0]
-        layout = call_layout(tokens, self.model.encoding_of(0), positions, documents, padding, first)
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must be (batch, tokens), got {tuple(tokens.shape)}")
+        encoding, first = self.model.encoding_of(0), None if cache is None else cache.layers[0]
+        if first is not None:
+            check_model_cache(first, encoding)
+        layout = call_layout(tokens, encoding, positions, documents, padding, first)
+        check_sinks(self.config.sinks, layout)
         if cache is not None:
             layout = layout.prepare(self.model.preparation, self.model.embed_tokens.weight.dtype)
         check_layers(self.model.preparation.encodings, layout, [] if cache is None else cache.layers)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..precision import autocasts
+
 IGNORE = -100
 #: elements of one chunk's logits (float32: 32 MB)
 CHUNK_ELEMENTS = 1 << 23
@@ -111,7 +113,7 @@ def cross_entropy(
             f"targets must hold one token for each hidden state: expected {tuple(hidden.shape[:-1])}, "
             f"got {tuple(targets.shape)}"
         )
-    if torch.is_autocast_enabled(hidden.device.type):
+    if autocasts(hidden):
         rows = rows.to(torch.get_autocast_dtype(hidden.device.type))
     weight = weight.to(rows.dtype)
     learns = torch.is_grad_enabled()
