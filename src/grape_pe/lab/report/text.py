@@ -50,7 +50,8 @@ def results_json(results: Results) -> dict[str, Any]:
         "budgets": [{"tokens": n, **_against(each, best)} for n, each in budgets.items()],
         "budget_trend": _against(trend_blocks(results), best),
         "lengths": [
-            {"length": n, "over_seeds": _against(length_blocks(results, n)), "over_text": _against(text_blocks(results, n))}
+            {"length": n, "over_seeds": _against(length_blocks(results, n)),
+             "over_text": _against(text_blocks(results, n))}
             for n in results.lengths()
         ],
         "sweeps": [
