@@ -119,12 +119,13 @@ def by_position(results: Results, looks: Looks) -> Figure:
         f"up to the right of the training length does not carry over to longer texts.{_outside(data)}"
     )
     figure = _losses("by-position", "Loss by position", caption, data, across, wide=True)
-    mark = _mark(results.train_length, "training length") if results.train_length else {}
-    return replace(figure, layout={**figure.layout, **mark})
+    return replace(figure, layout={**figure.layout, **_mark(results.train_length, "training length")})
 
 
-def _mark(x: float, text: str) -> dict[str, Any]:
+def _mark(x: float | None, text: str) -> dict[str, Any]:
     """A thin line at x. (Annotations on a log axis are placed at log10 x by plotly, shapes at x.)"""
+    if not x:
+        return {}
     muted = {"color": "var(--muted)"}
     line = {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     note = {"x": math.log10(x), "yref": "paper", "y": 1, "text": text, "showarrow": False, "xanchor": "right"}
@@ -184,31 +185,26 @@ def behind_by_length(results: Results, looks: Looks) -> Figure:
     )  # fmt: skip
 
 
-def _drawn(data: list[Trace]) -> list[Trace]:
-    return [trace for trace in data if "name" in trace and trace["y"]]
-
-
-def _ceiling(data: list[Trace]) -> float:
-    """Above the best curve's start and above half the curves' ends, with headroom."""
-    ends = sorted(trace["y"][-1] for trace in _drawn(data))
-    lowest = min((min(trace["y"]) for trace in _drawn(data)), default=math.inf)
-    return max(ends[len(ends) // 2], lowest) + HEADROOM if ends else math.inf
-
-
-def _leaving(data: list[Trace]) -> list[str]:
-    """Arms whose curves go far above the others."""
-    top = _ceiling(data)
-    return list(dict.fromkeys(t["meta"]["arm"] for t in _drawn(data) if max(t["y"]) > top))
-
-
 def _frame(data: list[Trace]) -> dict[str, Any]:
     """A range that keeps the best curves readable when others leave it far above."""
-    if not _leaving(data):
+    top, gone = _leaving(data)
+    if not gone:
         return {}
-    low, top = min(min(trace["y"]) for trace in _drawn(data)), _ceiling(data)
+    low = min(min(trace["y"]) for trace in data if "name" in trace and trace["y"])
     return {"range": [low - 0.05 * (top - low), top]}
 
 
+def _leaving(data: list[Trace]) -> tuple[float, list[str]]:
+    """The top of the frame, above half the curves' ends and the lowest loss, and the arms that go beyond it."""
+    lines = [trace for trace in data if "name" in trace and trace["y"]]
+    if not lines:
+        return math.inf, []
+    ends = sorted(trace["y"][-1] for trace in lines)
+    top = max(ends[len(ends) // 2], min(min(trace["y"]) for trace in lines)) + HEADROOM
+    return top, list(dict.fromkeys(trace["meta"]["arm"] for trace in lines if max(trace["y"]) > top))
+
+
 def _outside(data: list[Trace]) -> str:
-    gone = _leaving(data)
-    return f" {', '.join(gone)} leave the frame; double-click shows all." if gone else ""
+    _, gone = _leaving(data)
+    leave = "leaves" if len(gone) == 1 else "leave"
+    return f" {', '.join(gone)} {leave} the frame; double-click shows all." if gone else ""

@@ -45,8 +45,7 @@ class Figure:
 
     def payload(self) -> dict[str, Any]:
         """What the script reads."""
-        views = [{"label": view.label, "data": list(view.data)} for view in self.views]
-        return {"views": views, "layout": dict(self.layout), "title": self.title}
+        return {"views": [{"data": list(view.data)} for view in self.views], "layout": dict(self.layout)}
 
 
 def one_view(data: Iterable[Trace]) -> tuple[View, ...]:

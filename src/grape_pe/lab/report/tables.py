@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..evaluate.benchmarks import METRICS, PAPER_TASKS
+from ..evaluate.benchmarks import METRICS, PAPER_TASKS, percent
 from .cells import BEST, NONE, Cell, Table, difference, interval, mean_only, number, short_count
-from .ranking import (
-    budget_blocks,
-    diverged_at,
-    length_blocks,
-    ranking,
-    scored_by,
-    text_blocks,
-    trend_blocks,
-)
+from .ranking import budget_blocks, diverged_at, length_blocks, ranking, scored_by, text_blocks, trend_blocks
 from .results import Results
 from .statistics import Blocks, Summary
 
@@ -200,20 +192,12 @@ def lm_table(results: Results) -> Table:
     rows = []
     for model, scores in found.items():
         for metric in METRICS:
-            each = [scores.tasks.get(name) for name in names]
-            cells = [
-                _percent(getattr(s, metric), getattr(s, f"{metric}_stderr")) if s else NONE for s in each
-            ]
-            average = scores.average(metric) if len(scores.tasks) == len(names) else None
-            rows.append((f"{model} {metric}", [*cells, _percent(average)]))
+            found_tasks = [scores.tasks.get(name) for name in names]
+            pairs = [(getattr(s, metric, None), getattr(s, f"{metric}_stderr", None)) for s in found_tasks]
+            pairs.append((scores.average(metric) if len(scores.tasks) == len(names) else None, None))
+            rows.append((f"{model} {metric}", [Cell(percent(*pair), pair[0]) for pair in pairs]))
     shots = sorted({f"{each.shots} shots" for each in found.values()})
     limits = {f"at most {s.limit} samples a task" if s.limit else "all samples" for s in found.values()}
     how = ", ".join([*shots, *sorted(limits)])
     caption = f"Accuracy in percent ± its standard error over samples ({how}); one model a row."
     return Table("lm", "Language tasks", caption, heads, rows)
-
-
-def _percent(value: float | None, error: float | None = None) -> Cell:
-    if value is None:
-        return NONE
-    return Cell(f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}"), value)
