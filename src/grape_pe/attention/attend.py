@@ -183,9 +183,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point() or q.dtype.itemsize < 2:
         raise TypeError(
-            f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them"
+            "q, k and v must share a floating dtype of at least 16 bits, "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them"
         )
     check_devices(q, {"k": k, "v": v})
 
@@ -267,6 +268,11 @@ class Call:
         attend = IMPLEMENTATIONS[self.choose()].attend
         with without_autocast(self.q):
             out, lse = attend(self.q, self.k, self.v, self.bias, self.masks, self.scale, self.prune)
+        if out.shape != (*self.q.shape[:3], self.v.shape[-1]):
+            raise ValueError(
+                f"the bias must broadcast to (B, H, Tq, Tk) = ({self.q.shape[0]}, {self.q.shape[1]}, "
+                f"{self.q.shape[2]}, {self.k.shape[2]}), but made an output of shape {tuple(out.shape)}"
+            )
         return (out, lse) if self.return_lse else out
 
     def explanation(self) -> Explanation:
