@@ -180,6 +180,17 @@ def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path, ask: Ask,
     assert not there and "GRAPE_PE_CACHE" in why and "Not a directory" in why and "compiler" not in why
 
 
+@pytest.mark.parametrize(
+    "given, meant", [("~/kept", "/home/alice/kept"), ("kept", "/work/kept"), (".", "/work")]
+)
+def test_the_folder_is_absolute(monkeypatch, given: str, meant: str):
+    """A library without a folder in its name would be searched for elsewhere."""
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setattr(os, "getcwd", lambda: "/work")
+    monkeypatch.setenv("GRAPE_PE_CACHE", given)
+    assert build.cache_directory() == Path(meant)
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, cache: Path, ask: Ask, mode: int):
     compiler(tmp_path, "exit 0")

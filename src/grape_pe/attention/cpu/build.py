@@ -124,8 +124,8 @@ def _open(path: Path) -> ctypes.CDLL:
 def cache_directory() -> Path:
     """$GRAPE_PE_CACHE, or grape_pe under the user's cache directory."""
     chosen = os.environ.get("GRAPE_PE_CACHE")
-    if chosen:
-        return Path(chosen)
+    if chosen:  # absolute: a loader searches its own folders for a name without a folder
+        return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grape_pe"
 
 
