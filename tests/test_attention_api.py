@@ -54,6 +54,7 @@ def test_attend_is_a_plain_function():
     signature = inspect.signature(attend)
     assert list(signature.parameters)[:4] == ["q", "k", "v", "bias"]
     assert signature.return_annotation == torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    assert inspect.signature(attend.explain).parameters == signature.parameters
 
 
 def test_an_unknown_option_is_an_error():
@@ -128,6 +129,18 @@ def test_dtypes_that_are_refused(dtype):
     q = torch.ones(1, 1, 2, 4).to(dtype)
     with pytest.raises(TypeError, match="floating dtype of at least 16 bits"):
         attend(q, q, q)
+
+
+def test_the_interpreter_of_triton_changes_no_explanation(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _, qkv = tensors()
+    assert attend.explain(*qkv).why_not["triton"] in ("less preferred here", "triton is not installed")
+
+
+def test_more_sinks_than_any_integer_holds():
+    _, qkv = tensors()
+    for impl in ("reference", "blocks", "auto"):
+        torch.testing.assert_close(attend(*qkv, window=2, sinks=1 << 70, impl=impl), attend(*qkv, impl=impl))
 
 
 def test_lengths_whose_values_cannot_be_read():

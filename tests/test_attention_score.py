@@ -103,7 +103,7 @@ def test_a_function_may_return_a_number(impl):
 @pytest.mark.parametrize("kind", (ScoreBias, TileBias))
 @pytest.mark.parametrize("feature", (torch.zeros(150), 0.5), ids=("1-D", "number"))
 def test_features_are_tensors_of_tokens(kind, feature):
-    with pytest.raises(ValueError, match="query feature 'x' of a .*Bias must be a tensor"):
+    with pytest.raises(ValueError, match=r"query feature 'x' of a .*Bias must be a tensor"):
         kind(own, {"x": feature}, {"x": torch.zeros(1, 1, 150)})
 
 
@@ -114,7 +114,7 @@ def test_features_of_another_batch_are_refused(kind, impl):
     (q, k, v), _ = case(150, False)
     function = radial if kind is TileBias else lambda t, j, query, key: query["x"] - key["x"]
     bias = kind(function, {"x": torch.zeros(3, 1, 150)}, {"x": torch.zeros(1, 1, 150)})
-    with pytest.raises(ValueError, match="query.x of the bias must be of shape"):
+    with pytest.raises(ValueError, match=r"query\.x of the bias must be of shape"):
         attend(q[:1], k[:1], v[:1], bias=bias, impl=impl)
 
 

@@ -97,8 +97,9 @@ def _runs(checked: Callable[Options, Call]) -> _Attend[Options]:
         """Which implementation the same call of `attend` would take, and why; nothing is computed."""
         return checked(*args, **kwargs).explanation()
 
-    returns = Tensor | tuple[Tensor, Tensor]
-    attend.__signature__ = inspect.signature(checked).replace(return_annotation=returns)  # type: ignore[attr-defined]
+    signature, returns = inspect.signature(checked), Tensor | tuple[Tensor, Tensor]
+    attend.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
+    explain.__signature__ = signature.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
     attend.explain = explain  # type: ignore[attr-defined]
     return cast("_Attend[Options]", attend)
 

@@ -67,6 +67,7 @@ class Masks:
                 "sinks keep the first keys visible outside a window: give window=… and an integer sinks >= 0, "
                 f"got {sinks!r}"
             )
+        sinks = min(sinks, 1 << 40)
         masks = cls(q.shape[2], length, q.device, causal, window, sinks=sinks)
         if documents is None and key_padding is None and key_bound is None:
             return masks

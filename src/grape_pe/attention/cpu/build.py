@@ -76,7 +76,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _switched_off() -> bool:
-    return os.environ.get("GRAPE_PE_NATIVE", "1") == "0"
+    return os.environ.get("GRAPE_PE_NATIVE", "").lower() in ("0", "off", "false", "no")
 
 
 @functools.cache
