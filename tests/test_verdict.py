@@ -438,3 +438,7 @@ def test_auto_asks_before_it_takes_triton(monkeypatch, verdict_of_check):
     assert asked[0] == ("slope", ("causal", "window"))
     assert verdict_of_check is None or told.why_not["triton"] == verdict_of_check
     assert attend.explain(q, q, q, bias=bias, impl="triton").impl == "triton"
+    asked.clear()
+    monkeypatch.setattr(module, "_preference", lambda call: (["blocks", "triton"], "a fake GPU"))
+    assert attend.explain(q, q, q, bias=bias).why_not["triton"] == "less preferred here"
+    assert asked == []  # a check takes minutes, and this call does not depend on it

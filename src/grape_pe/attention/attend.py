@@ -279,6 +279,7 @@ class Call:
     def explanation(self) -> Explanation:
         chosen = self.choose()
         why = _preference(self)[1] if self.impl == "auto" else "asked for by name"
+        self.impl = chosen  # with "auto" the question why not Triton would start its check on the device
         others = [name for name in IMPLEMENTATIONS if name != chosen]
         return Explanation(
             chosen, why, {name: self.why_not(name) or "less preferred here" for name in others}
