@@ -158,6 +158,8 @@ def test_triton_on_and_off_need_no_check(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert ask() is None
     monkeypatch.setenv("GRAPE_TRITON", "off")
     assert ask() == "GRAPE_TRITON=off"
+    monkeypatch.setenv("GRAPE_TRITON", "")
+    assert verdict.mode() == "check"
     monkeypatch.setenv("GRAPE_TRITON", "maybe")
     with pytest.raises(ValueError, match=r"GRAPE_TRITON must be one of check, on, off; got 'maybe'"):
         ask()
@@ -436,3 +438,7 @@ def test_auto_asks_before_it_takes_triton(monkeypatch, verdict_of_check):
     assert asked[0] == ("slope", ("causal", "window"))
     assert verdict_of_check is None or told.why_not["triton"] == verdict_of_check
     assert attend.explain(q, q, q, bias=bias, impl="triton").impl == "triton"
+    asked.clear()
+    monkeypatch.setattr(module, "_preference", lambda call: (["blocks", "triton"], "a fake GPU"))
+    assert attend.explain(q, q, q, bias=bias).why_not["triton"] == "less preferred here"
+    assert asked == []  # a check takes minutes, and this call does not depend on it

@@ -104,18 +104,20 @@ def compiler() -> str | None:
     for name in ("g++", "clang++"):
         path = shutil.which(name)
         if path is not None:
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+            try:
+                done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+            except (OSError, subprocess.TimeoutExpired) as problem:
+                return scrub(f"{name}, which does not run ({problem})")
             return (done.stdout.splitlines() or [name])[0]
     return None
 
 
 def cpu_kernel() -> dict[str, Any]:
-    """Whether the compiled CPU kernel is there; `failed`: there is a compiler, but it could not build it."""
+    """Whether the compiled CPU kernel is there; `failed`: it is not, and nobody asked for that."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reason = build.why_not()
-    details = " ".join(str(warning.message) for warning in caught)
-    return {"built": reason is None, "reason": scrub(details or reason or "") or None, "failed": bool(caught)}
+    return {"built": reason is None, "reason": scrub(reason or "") or None, "failed": bool(caught)}
 
 
 def cache() -> dict[str, Any]:
@@ -176,6 +178,7 @@ def why_no_gpu() -> str | None:
 
 def scrub(text: str) -> str:
     """Without paths, the user's name and the host's name."""
+    text = re.sub(r"(['\"])(?:[A-Za-z]:)?[/\\].*?\1", r"\1<path>\1", text)  # with spaces in it
     text = re.sub(r"(?<![\w.])(?:[A-Za-z]:)?[/\\][^\s'\":,;)]+", "<path>", text)
     for name in _names():
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
@@ -183,7 +186,8 @@ def scrub(text: str) -> str:
 
 
 def _names() -> list[str]:
-    names = [socket.gethostname(), socket.gethostname().split(".")[0], Path.home().name]
-    with contextlib.suppress(OSError, KeyError):  # no such user in the password file
-        names.append(getpass.getuser())
+    names = [socket.gethostname(), socket.gethostname().split(".")[0]]
+    for name in (lambda: Path.home().name, getpass.getuser):
+        with contextlib.suppress(OSError, KeyError, RuntimeError):  # no such user in the password file
+            names.append(name())
     return [name for name in names if name]

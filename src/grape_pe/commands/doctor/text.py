@@ -42,7 +42,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _pairs(values: dict[str, Any]) -> Iterator[str]:
     for name, value in values.items():
-        yield f"  {name:<14}{'not installed' if value is None else value}"
+        yield f"  {name:<12}  {'not installed' if value is None else value}"
 
 
 def _cpu(report: dict[str, Any]) -> dict[str, str]:
