@@ -37,8 +37,6 @@ def why_not_trusted(q: Tensor, v: Tensor, bias_kind: str, mask_names: tuple[str,
     `bias_kind` is none | slope | path | both; `mask_names` are some of causal, window, documents, padding.
     The first call of a kind may take a minute; later ones look in a dict. Nothing waits for the device.
     """
-    if q.device.type == "cpu":  # interpreted: there is no device to check
-        return None
     passive = torch.compiler.is_compiling()
     heads = padded(q.shape[-1]), padded(v.shape[-1])
     return _why_not(q.device, q.dtype, *heads, bias_kind, mask_names, passive)
