@@ -114,12 +114,12 @@ def mean_and_band(label: str, style: Style, curves: Iterable[Curve], markers: bo
     at = sorted(points)
     if not at:
         return []
-    x, values = [short(v) for v in at], [points[v] for v in at]
-    mean = arm_line(label, style, x, (sum(ys) / len(ys) for ys in values), markers)
+    across, values = [short(v) for v in at], [points[v] for v in at]
+    mean = arm_line(label, style, across, (sum(ys) / len(ys) for ys in values), markers)
     if all(len(ys) == 1 for ys in values):
         return [mean]
     low, high = ([short(f(ys)) for ys in values] for f in (min, max))
-    return [band(x, low, high, style, 0.16) | {"meta": {"arm": label}}, mean]
+    return [band(across, low, high, style, 0.16) | {"meta": {"arm": label}}, mean]
 
 
 def gap_traces(found: Mapping[Any, Blocks], best: str, looks: Looks) -> list[Trace]:

@@ -122,13 +122,13 @@ def _answer(results: Results, looks: Looks, table: str) -> Part:
 
 
 def table_html(table: Table, looks: Looks) -> str:
-    """A table that can be sorted by its headings."""
+    """A table that can be sorted by its headings; one that is a part of its own has that part's title."""
     heads = _each('<th scope="col"><button type="button">{}</button></th>', ("encoding", *table.heads))
     rows = "".join(
         f"<tr>{_row_head(label, looks.get(label))}{''.join(map(_cell, cells))}</tr>"
         for label, cells in table.rows
     )
-    title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    title = f"<h3>{escape(table.title)}</h3>" if table.title and table.key not in ("lm", "sweep") else ""
     return (
         f'{title}<div class="scroll" tabindex="0"><table id="table-{table.key}"><thead><tr>{heads}</tr></thead>'
         f'<tbody>{rows}</tbody></table></div><p class="caption">{escape(table.caption)}</p>'

@@ -136,7 +136,7 @@ def mean_score(scores: Sequence[Score], kind: Kind) -> float | None:
 def task_scores(results: Results, arm: ArmResults) -> dict[int, float]:
     """Seed to the mean score: over lengths and splits within a task, then over tasks."""
     kinds = {task: scored_by(results, task) for task in results.tasks}
-    out = {}
+    out: dict[int, float] = {}
     for seed, scores in arm.scores.items():
         means = [mean_score([s for s in scores if s.task == task], kind) for task, kind in kinds.items()]
         known = [mean for mean in means if mean is not None]

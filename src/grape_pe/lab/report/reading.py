@@ -69,8 +69,8 @@ def read_results(places: Sequence[Path]) -> Results:
     if not recipes:
         raise LabError("no results given; name a directory that grape compare or grape train wrote")
     notes.extend(recipe_differences(recipes))
-    named = tuple(_named(list(arms.values()), recipes))
-    return Results(named, tuple(recipes), tuple(tasks), tuple(notes), scores)
+    labelled = tuple(_named(list(arms.values()), recipes))
+    return Results(labelled, tuple(recipes), tuple(tasks), tuple(notes), scores)
 
 
 def _source(place: Path, notes: list[str]) -> Source:
