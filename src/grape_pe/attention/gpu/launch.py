@@ -50,7 +50,9 @@ class Plan:
 
     @classmethod
     def of(cls, problem: AttentionProblem) -> Plan:
-        return cls(problem, _shared(problem), gpu.arch_of(problem.q.device))
+        device = problem.q.device
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        return cls(problem, _shared(problem), 10 * major + minor)
 
     def candidates(self, kernel: str) -> tuple[Tile, ...]:
         p = self.problem
@@ -60,13 +62,11 @@ class Plan:
 
     def tuned(self, kernel: str) -> Tile | None:
         """The tile `grape doctor --tune` kept for this kernel; only candidates count."""
-        p, kept = self.problem, forced
-        if kept is None:
-            slopes, path = p.c_q is not None, p.probe_q is not None
-            bias = ("both" if slopes else "path") if path else ("slope" if slopes else "none")
-            dtype = str(p.q.dtype).removeprefix("torch.")
-            case = Case(dtype, padded(p.q.shape[-1]), padded(p.v.shape[-1]), bias, ())
-            kept = kept_tiles(describe(p.q.device), case) if p.q.device.type == "cuda" else {}
+        p, kept = self.problem, forced or {}
+        if forced is None and p.q.device.type == "cuda":
+            bias = ("none", "slope", "path", "both")[(p.c_q is not None) + 2 * (p.probe_q is not None)]
+            case = Case.of(p.q.dtype, p.q.shape[-1], p.v.shape[-1], bias)
+            kept = kept_tiles(describe(p.q.device), case)
         return next((tile for tile in TILES[kernel] if list(astuple(tile)) == kept.get(kernel)), None)
 
     def fitting(self, kernel: Any, grid: Any, more: dict[str, Any]) -> Launch:
@@ -111,7 +111,11 @@ def _in_two(c: Tensor) -> Tensor:
     return torch.stack(as_two_floats(_by_head(c)), 3)
 
 
-def _strides(name: str, x: Tensor | None) -> dict[str, int]:
+def _strides(name: str, x: Tensor) -> dict[str, int]:
+    return {f"stride_{name}{a}": x.stride(n) for n, a in enumerate("bht")}
+
+
+def _head_strides(name: str, x: Tensor | None) -> dict[str, int]:
     """Strides over batch and heads of a (B|1, H|1, …) tensor; zero where it is shared."""
     return {f"{name}_{a}": 0 if x is None or x.shape[n] == 1 else x.stride(n) for n, a in enumerate("bh")}
 
@@ -154,11 +158,9 @@ def _shared(p: AttentionProblem) -> dict[str, Any]:
         "PATH_RATE": p.path_rate,
     }  # fmt: skip
     tensors = {name: q if x is None else x for name, x in given.items()}
-    strides = {
-        f"stride_{n}{a}": x.stride(i) for n, x in (("q", q), ("k", k), ("v", v)) for i, a in enumerate("bht")
-    }
+    strides = _strides("q", q) | _strides("k", k) | _strides("v", v)
     for name, x in (("rq", rate_q), ("rk", rate_k), ("cq", c_q), ("ck", c_k)):
-        strides |= _strides(name, x)
+        strides |= _head_strides(name, x)
     tf32 = torch.get_float32_matmul_precision() != "highest"
     precision = ("tf32" if tf32 else "tf32x3") if q.dtype == torch.float32 else "ieee"
     queries, keys = q.shape[2], k.shape[2]
@@ -191,30 +193,28 @@ def allocate(p: AttentionProblem) -> list[Tensor]:
 
 
 def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    rows, width = p.q.shape[:3], p.v.shape[-1]
-    out = p.q.new_empty((*rows, width))
+    rows = p.q.shape[:3]
+    out = p.q.new_empty((*rows, p.v.shape[-1]))
     lse = p.q.new_empty(rows, dtype=torch.float32)
+    work = p.q.new_empty((*rows[:2], 2), dtype=torch.int64)
     saved = allocate(p)
     if p.empty:
-        work = p.q.new_zeros((*rows[:2], 2), dtype=torch.int64)
-        return out.zero_(), lse.fill_(float("-inf")), work, saved
-    plan = Plan.of(p)
-    launch = _decode if _few(p) else _forward
-    return out, lse, launch(plan, out, lse, saved), saved
+        return out.zero_(), lse.fill_(float("-inf")), work.zero_(), saved
+    for step in plan_forward(Plan.of(p), out, lse, work, saved):
+        gpu.start(step)
+    return out, lse, work, saved
 
 
-def _forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
-    keys = plan_keys(plan, plan.shared["PRUNE"])
-    gpu.start(keys)
-    bounds = keys.arguments["BOUNDS"]
-    if plan.shared["PRUNE"]:
-        bounds.copy_(bounds.cummax(-1).values)
-    step, work = plan_forward(plan, out, lse, saved, keys.arguments["POISON"], bounds)
-    gpu.start(step)
-    return work.sum(2)
+def plan_forward(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+    """Launches, each to be started before the next is asked for; `work` is filled after the last."""
+    if _few(plan.problem):
+        work.zero_()
+        yield from _plan_decode(plan, out, lse, saved)
+    else:
+        yield from _plan_walk(plan, out, lse, work, saved)
 
 
-def plan_keys(plan: Plan, prune: bool) -> Launch:
+def _plan_keys(plan: Plan, prune: bool) -> Launch:
     """What is to be known of the keys beforehand: which are not finite, and bounds for pruning."""
     p, s = plan.problem, plan.shared
     batch, key_heads, keys = p.k.shape[:3]
@@ -227,22 +227,23 @@ def plan_keys(plan: Plan, prune: bool) -> Launch:
     return Launch(forward_kernels.keys_kernel, (s["patches"], batch * heads), {**s, **more}, tile)
 
 
-def plan_forward(
-    plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor], poison: Tensor, bounds: Tensor
-) -> tuple[Launch, Tensor]:
-    """The forward launch, and its counts of tiles (B, H, blocks of rows, 2)."""
-    p = plan.problem
+def _plan_walk(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+    p, prune = plan.problem, plan.shared["PRUNE"]
     batch, heads, rows = p.q.shape[:3]
-    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "POISON": poison, "BOUNDS": bounds}
-    more["TAU"] = pruning.tau(p) if plan.shared["PRUNE"] else lse
-    work = lse.new_empty((batch, heads, triton.cdiv(rows, 64), 2), dtype=torch.int32)
-
-    def grid(tile: Tile) -> tuple[int, int]:
-        return triton.cdiv(rows, tile.queries), batch * heads
-
-    step = plan.fitting(forward_kernels.forward_kernel, grid, {**more, "WORK": work})
+    keys = _plan_keys(plan, prune)
+    yield keys
+    bounds = keys.arguments["BOUNDS"]
+    if prune:
+        bounds.copy_(bounds.cummax(-1).values)
+    counts = lse.new_empty(batch * heads * triton.cdiv(rows, 64) * 2, dtype=torch.int32)
+    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "WORK": counts, "BOUNDS": bounds}
+    more |= {"POISON": keys.arguments["POISON"], "TAU": pruning.tau(p) if prune else lse}
+    step = plan.fitting(
+        forward_kernels.forward_kernel, lambda tile: (triton.cdiv(rows, tile.queries), batch * heads), more
+    )
+    yield step
     blocks = step.grid[0]
-    return step, work.view(-1)[: batch * heads * blocks * 2].view(batch, heads, blocks, 2)
+    torch.sum(counts[: batch * heads * blocks * 2].view(batch, heads, blocks, 2), 2, out=work)
 
 
 # ------------------------------------------------------------------------------------- few queries
@@ -259,17 +260,10 @@ def _few(p: AttentionProblem) -> bool:
     return p.q.shape[2] * _pack(p) <= DECODE_ROWS and not prunes(p)
 
 
-def _decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
-    for step in plan_decode(plan, out, lse, saved):
-        gpu.start(step)
-    return out.new_zeros((*out.shape[:2], 2), dtype=torch.int64)
-
-
-def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+def _plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
     p = plan.problem
     batch, heads, rows = p.q.shape[:3]
     pack, keys = _pack(p), p.k.shape[2]
-    block = padded(rows * pack)
     start = max(0, keys - rows - plan.shared["window"] + 1) if plan.shared["WINDOW"] and p.causal else 0
     programs = batch * heads // pack
     parts = max(1, min(_programs_wanted(p.q.device) // programs, triton.cdiv(keys - start, 256)))
@@ -277,14 +271,8 @@ def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> It
     parts = triton.cdiv(keys - start, part_keys)
     sums = lse.new_empty((batch, heads, rows, parts, p.v.shape[-1]))
     stats = lse.new_empty((batch, heads, rows, parts, 3))
-    more = {
-        "PARTS": sums,
-        "STATS": stats,
-        "PACK": pack,
-        "key_from": start,
-        "part_keys": part_keys,
-        "BM": block,
-    }
+    more = {"PARTS": sums, "STATS": stats, "PACK": pack, "key_from": start, "part_keys": part_keys}
+    more["BM"] = padded(rows * pack)
     yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
     constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
@@ -349,13 +337,13 @@ def plan_backward(
     out, lse, _, fine, first = results
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     d_out, delta = _dense(d_out), torch.empty_like(lse)
-    shared = {f"stride_o{a}": d_out.stride(n) for n, a in enumerate("bht")} | {"D_OUT": d_out, "DELTA": delta}
+    shared = _strides("o", d_out) | {"D_OUT": d_out, "DELTA": delta}
     more: dict[str, Any] = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
     more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
     grid = (triton.cdiv(queries, PATCH), batch * heads)
     yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **more}, Tile(PATCH, PATCH, 4, 1))
 
-    keys_step = plan_keys(plan, False)
+    keys_step = _plan_keys(plan, False)
     yield keys_step
     shared |= {"POISON": keys_step.arguments["POISON"], "LSE": lse, "FIRST": first}
     shared |= {"NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads, "heads_from": 0, "borders": 0}

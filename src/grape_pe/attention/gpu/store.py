@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +31,14 @@ class Case:
     head_dim: int
     value_dim: int
     bias: str
-    masks: tuple[str, ...]
+    masks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, head_dim: int, value_dim: int, bias: str, masks: Iterable[str] = ()
+    ) -> Case:
+        name = str(dtype).removeprefix("torch.")
+        return cls(name, padded(head_dim), padded(value_dim), bias, tuple(sorted(masks)))
 
     def __str__(self) -> str:
         heads = f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
