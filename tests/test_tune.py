@@ -67,7 +67,7 @@ def children(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any
     return given
 
 
-def tuned(device: str = "cuda") -> tune.Tuning:
+def tuned(device: str = "cuda") -> Verdict:
     return tune.tune(torch.device(device), CASE)
 
 
@@ -323,12 +323,12 @@ def test_the_report_shows_every_time(monkeypatch: pytest.MonkeyPatch, capsys: py
               "multiprocessors": 132, "shared_memory_kib": 228}]  # fmt: skip
     monkeypatch.setattr(machine, "gpus", lambda: shown)
     monkeypatch.setattr(tiles, "why_not_device", lambda *_: None)
-    found = tune.Tuning(None, COLUMNS[1], times(0.003, 0.001, 0.002, 0.004))
+    found = Verdict(True, None, times=times(0.003, 0.001, 0.002, 0.004), tiles=COLUMNS[1])
     monkeypatch.setattr(tune, "tune", lambda *_: found)
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
     assert code == 0 and "cuda:0, bfloat16, heads of 64, bias slope" in said
     assert "forward_kernel 128x64/8/3 3.000   128x32/8/3 1.000*   128x16/8/2 2.000   64x16/4/1 4.000" in said
-    monkeypatch.setattr(tune, "tune", lambda *_: tune.Tuning("no tile passed its check: /x/y broke"))
+    monkeypatch.setattr(tune, "tune", lambda *_: Verdict(False, "no tile passed its check: /x/y broke"))
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
     assert code == 1 and "nothing kept. no tile passed its check: <path> broke" in said
     monkeypatch.setattr(tiles, "why_not_device", lambda *_: "triton is not installed")

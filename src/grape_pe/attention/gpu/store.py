@@ -9,7 +9,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,19 +128,15 @@ def machine_lock(seconds: float) -> Iterator[None]:
     from filelock import FileLock
 
     place = folder()
-    lock = None if place is None else FileLock(place / "check.lock", timeout=seconds)
-    try:
-        if lock is not None:
-            lock.acquire()
-    except TimeoutError:
-        raise
-    except (OSError, NotImplementedError):
-        lock = None
-    try:
+    with ExitStack() as held:
+        if place is not None:
+            try:
+                held.enter_context(FileLock(place / "check.lock", timeout=seconds))
+            except TimeoutError:
+                raise
+            except (OSError, NotImplementedError):
+                pass
         yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 # Tuned tiles
@@ -150,11 +146,9 @@ def machine_lock(seconds: float) -> Iterator[None]:
 def kept_tiles(device: Device, case: Case) -> Tiles:
     """What `grape doctor --tune` kept for this dtype, head size and bias, whatever the masks; {} for nothing."""
     found = read("tiles", full_key(device, replace(case, masks=())))
-    if not isinstance(found, dict):
-        return {}
-    with suppress(TypeError, ValueError):
+    with suppress(AttributeError, TypeError):
         if all(len(tile) == 4 and all(type(n) is int for n in tile) for tile in found.values()):
-            return found
+            return found  # type: ignore[no-any-return]
     return {}
 
 

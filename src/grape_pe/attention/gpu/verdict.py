@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -24,8 +25,6 @@ from .device import Device, describe
 from .store import Case, padded
 
 MODES = ("check", "on", "off")
-
-
 _known: dict[tuple[Any, ...], str | None] = {}
 _warned: set[Case] = set()
 _checking = threading.Lock()
@@ -37,57 +36,29 @@ def why_not_trusted(q: Tensor, v: Tensor, bias_kind: str, mask_names: tuple[str,
     `bias_kind` is none | slope | path | both; `mask_names` are some of causal, window, documents, padding.
     The first call of a kind may take a minute; later ones look in a dict. Nothing waits for the device.
     """
-    passive = torch.compiler.is_compiling()
     heads = padded(q.shape[-1]), padded(v.shape[-1])
-    return _why_not(q.device, q.dtype, *heads, bias_kind, mask_names, passive)
+    return _why_not(torch.compiler.is_compiling(), q.device, q.dtype, *heads, bias_kind, mask_names)
 
 
-def _why_not(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    bias: str,
-    masks: tuple[str, ...],
-    passive: bool,
-) -> str | None:
+def _why_not(passive: bool, device: torch.device, *call: Any) -> str | None:
     """`passive`: look up only. torch.compile calls this while it traces and keeps the answer."""
-    setting = mode()
-    if setting == "on":
-        return None
-    if setting == "off":
-        return "GRAPE_TRITON=off"
-    key = (device, dtype, head_dim, value_dim, bias, masks)
-    if key in _known:
-        return _known[key]
-    case = Case(_short(dtype), head_dim, value_dim, bias, tuple(sorted(masks)))
-    return _decide(key, device, case, passive or _capturing(device))
+    mode = os.environ.get("GRAPE_TRITON", "check")
+    if mode not in MODES:
+        raise ValueError(f"GRAPE_TRITON must be one of {', '.join(MODES)}; got {mode!r}")
+    if mode != "check":
+        return None if mode == "on" else "GRAPE_TRITON=off"
+    if (device, *call) not in _known:
+        case, found = Case.of(*call), describe(device)
+        verdict = stored(found, case)
+        if verdict is None and (passive or _capturing(device)):
+            return _unchecked(case)
+        verdict = verdict or check(device, case)
+        _known[device, *call] = None if verdict.ok else _failed(found, case, verdict)
+    return _known[device, *call]
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the package.
 _why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _decide(key: tuple[Any, ...], device: torch.device, case: Case, passive: bool) -> str | None:
-    found = describe(device)
-    verdict = stored(found, case)
-    if verdict is None and passive:
-        return _unchecked(case)
-    verdict = verdict or check(device, case)
-    _known[key] = None if verdict.ok else _failed(found, case, verdict)
-    return _known[key]
-
-
-def mode() -> str:
-    """GRAPE_TRITON, validated."""
-    chosen = os.environ.get("GRAPE_TRITON", "check")
-    if chosen not in MODES:
-        raise ValueError(f"GRAPE_TRITON must be one of {', '.join(MODES)}; got {chosen!r}")
-    return chosen
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _capturing(device: torch.device) -> bool:
@@ -149,21 +120,31 @@ def keep(device: Device, case: Case, verdict: Verdict) -> None:
 
 
 def check(device: torch.device, case: Case, again: bool = False) -> Verdict:
-    """Run the check in a child process and store its verdict; one at a time on this machine.
+    """Run the check in a child process and store its verdict.
 
     Whoever waited for another process finds that process's verdict, unless `again` asks for a new one.
     """
-    found = describe(device)
-    with _checking:
-        try:
-            with store.machine_lock(4 * child.LIMIT):
-                verdict = None if again else stored(found, case)
-                if verdict is None:
-                    tiles = store.kept_tiles(found, case)
-                    verdict = child.run(
-                        {**asdict(case), "impl": "triton", "device": str(device), "tiles": tiles}
-                    )
-                    keep(found, case, verdict)
-                return verdict
-        except TimeoutError:
-            return Verdict(False, "another process has been checking for too long", conclusive=False)
+
+    def find() -> Verdict:
+        found = describe(device)
+        verdict = None if again else stored(found, case)
+        if verdict is None:
+            verdict = in_child(device, case, tiles=store.kept_tiles(found, case))
+            keep(found, case, verdict)
+        return verdict
+
+    return one_at_a_time(find)
+
+
+def in_child(device: torch.device, case: Case, **more: Any) -> Verdict:
+    """The Triton kernels, checked in a child process; `more` as in check.main."""
+    return child.run({**asdict(case), "impl": "triton", "device": str(device), **more})
+
+
+def one_at_a_time(run: Callable[[], Verdict]) -> Verdict:
+    """The result of `run`, while no other process of this machine checks or tunes."""
+    try:
+        with _checking, store.machine_lock(4 * child.LIMIT):
+            return run()
+    except TimeoutError:
+        return Verdict(False, "another process has been checking for too long", conclusive=False)
