@@ -18,7 +18,7 @@ from grape_pe.attention.gpu import compile as gpu
 from grape_pe.attention.gpu.child import Verdict
 from grape_pe.attention.gpu.compile import Tile, Usage
 from grape_pe.attention.gpu.device import Device
-from grape_pe.commands.doctor import checks, machine, tiles
+from grape_pe.commands.doctor import checks, machine
 
 GPU = Device("Fake GPU", (9, 0), "555.42")
 CASE = store.Case("bfloat16", 64, 64, "slope", ())
@@ -322,7 +322,7 @@ def test_the_report_shows_every_time(monkeypatch: pytest.MonkeyPatch, capsys: py
     shown = [{"name": "Fake GPU", "capability": "9.0", "driver": "555.42", "memory_gib": 80.0,
               "multiprocessors": 132, "shared_memory_kib": 228}]  # fmt: skip
     monkeypatch.setattr(machine, "gpus", lambda: shown)
-    monkeypatch.setattr(tiles, "why_not_device", lambda *_: None)
+    monkeypatch.setattr(checks, "why_not_device", lambda *_: None)
     found = Verdict(True, None, times=times(0.003, 0.001, 0.002, 0.004), tiles=COLUMNS[1])
     monkeypatch.setattr(tune, "tune", lambda *_: found)
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
@@ -331,7 +331,7 @@ def test_the_report_shows_every_time(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(tune, "tune", lambda *_: Verdict(False, "no tile passed its check: /x/y broke"))
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
     assert code == 1 and "nothing kept. no tile passed its check: <path> broke" in said
-    monkeypatch.setattr(tiles, "why_not_device", lambda *_: "triton is not installed")
+    monkeypatch.setattr(checks, "why_not_device", lambda *_: "triton is not installed")
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
     assert code == 0 and "nothing kept. triton is not installed" in said
 

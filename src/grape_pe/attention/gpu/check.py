@@ -60,9 +60,11 @@ class Problem:
     def masking(self) -> dict[str, Any]:
         """Arguments of `attend`. No border falls on a tile's; the padding leaves rows that see no key."""
         given: dict[str, Any] = {"causal": "causal" in self.masks}
-        token = torch.arange(self.tokens, device=self.device)
         if "window" in self.masks:
             given["window"] = self.tokens // 3
+        if not {"documents", "padding"} & set(self.masks):
+            return given
+        token = torch.arange(self.tokens, device=self.device)
         if "documents" in self.masks:
             given["documents"] = (token > self.tokens * 0.4).long() + (token > self.tokens * 0.9).long()
         if "padding" in self.masks:

@@ -78,15 +78,11 @@ def _declared(who: str, what: str) -> str | None:
 
 def satisfies(version: str, wanted: str) -> bool:
     """Whether a version is within ">=2.13,<2.15" and the like."""
-    have = release(version)
-    for clause in filter(None, wanted.split(",")):
-        sign, number = re.match(r"\s*([<>=!~]*)\s*(.*)", clause).groups()  # type: ignore[union-attr]
-        if not _meets(have, sign, release(number)):
-            return False
-    return True
+    return all(_meets(release(version), *clause) for clause in re.findall(r"([<>=!~]+)\s*([^\s,]+)", wanted))
 
 
-def _meets(have: tuple[int, ...], sign: str, want: tuple[int, ...]) -> bool:
+def _meets(have: tuple[int, ...], sign: str, number: str) -> bool:
+    want = release(number)
     size = max(len(have), len(want))
     a, b = (numbers + (0,) * (size - len(numbers)) for numbers in (have, want))
     if sign == "~=":
@@ -150,11 +146,11 @@ def _processor() -> str:
 
 
 def gpus() -> list[dict[str, Any]]:
-    return [_gpu(index) for index in range(torch.cuda.device_count())]
+    return [_gpu(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
 
 
-def _gpu(index: int) -> dict[str, Any]:
-    found, limits = describe(torch.device("cuda", index)), torch.cuda.get_device_properties(index)
+def _gpu(device: torch.device) -> dict[str, Any]:
+    found, limits = describe(device), torch.cuda.get_device_properties(device)
     return {
         "name": found.name,
         "capability": ".".join(map(str, found.capability)),
