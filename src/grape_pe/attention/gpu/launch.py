@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .. import pruning
 from ..problem import AttentionProblem, as_two_floats
-from . import backward as backward_kernels
 from . import compile as gpu
-from . import decode as decode_kernels
-from . import forward as forward_kernels
+from .backward import delta_kernel, key_kernel, query_kernel
 from .compile import Launch, Tile
+from .decode import combine_kernel, decode_kernel
 from .device import describe
+from .forward import forward_kernel, keys_kernel
 from .store import Case, Tiles, kept_tiles, padded
 from .tile import PATCH as _PATCH
 
@@ -55,9 +55,9 @@ class Plan:
         return cls(problem, _shared(problem), 10 * major + minor)
 
     def candidates(self, kernel: str) -> tuple[Tile, ...]:
-        p = self.problem
-        width = max(padded(p.q.shape[-1]), padded(p.v.shape[-1])) * (p.q.element_size() // 2)
-        skip = (width >= 128) + (width >= 256) + (p.probe_q is not None)
+        s = self.shared
+        width = max(s["BLOCK_D"], s["BLOCK_DV"]) * (self.problem.q.element_size() // 2)
+        skip = (width >= 128) + (width >= 256) + s["HAS_PATH"]
         return TILES[kernel][min(skip, len(TILES[kernel]) - 2) :]
 
     def tuned(self, kernel: str) -> Tile | None:
@@ -69,8 +69,8 @@ class Plan:
             kept = kept_tiles(describe(p.q.device), case)
         return next((tile for tile in TILES[kernel] if list(astuple(tile)) == kept.get(kernel)), None)
 
-    def fitting(self, kernel: Any, grid: Any, more: dict[str, Any]) -> Launch:
-        """A launch with the tile that fits; `grid` is a function of the tile."""
+    def fitting(self, kernel: Any, grid: Callable[[Tile], tuple[int, ...]], more: dict[str, Any]) -> Launch:
+        """A launch with the tile that fits."""
         name = kernel.__name__
 
         def make(tile: Tile) -> Launch:
@@ -78,6 +78,10 @@ class Plan:
             return Launch(kernel, grid(tile), {**self.shared, **sizes, **more}, tile)
 
         return gpu.fitting(make, self.candidates(name), self.arch, lambda: self.tuned(name))
+
+    def fixed(self, kernel: Any, blocks: int, heads: int, more: dict[str, Any]) -> Launch:
+        """A launch in blocks of PATCH tokens."""
+        return Launch(kernel, (blocks, heads), {**self.shared, **more}, Tile(PATCH, PATCH, 4, 1))
 
 
 def prunes(p: AttentionProblem) -> bool:
@@ -223,8 +227,7 @@ def _plan_keys(plan: Plan, prune: bool) -> Launch:
     bounds = poison.new_empty((batch, heads, 1 + 4 * s["R"], s["patches"])) if prune else poison
     more = {"POISON": poison, "BOUNDS": bounds, "PRUNE": prune, "H": heads}
     more |= {} if prune else {"R": 0, "HAS_RATE_K": False}
-    tile = Tile(PATCH, PATCH, 4, 1)
-    return Launch(forward_kernels.keys_kernel, (s["patches"], batch * heads), {**s, **more}, tile)
+    return plan.fixed(keys_kernel, s["patches"], batch * heads, more)
 
 
 def _plan_walk(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
@@ -238,9 +241,7 @@ def _plan_walk(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[T
     counts = lse.new_empty(batch * heads * triton.cdiv(rows, 64) * 2, dtype=torch.int32)
     more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "WORK": counts, "BOUNDS": bounds}
     more |= {"POISON": keys.arguments["POISON"], "TAU": pruning.tau(p) if prune else lse}
-    step = plan.fitting(
-        forward_kernels.forward_kernel, lambda tile: (triton.cdiv(rows, tile.queries), batch * heads), more
-    )
+    step = plan.fitting(forward_kernel, lambda tile: (triton.cdiv(rows, tile.queries), batch * heads), more)
     yield step
     blocks = step.grid[0]
     torch.sum(counts[: batch * heads * blocks * 2].view(batch, heads, blocks, 2), 2, out=work)
@@ -266,24 +267,19 @@ def _plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> I
     pack, keys = _pack(p), p.k.shape[2]
     start = max(0, keys - rows - plan.shared["window"] + 1) if plan.shared["WINDOW"] and p.causal else 0
     programs = batch * heads // pack
-    parts = max(1, min(_programs_wanted(p.q.device) // programs, triton.cdiv(keys - start, 256)))
+    cuda = p.q.device.type == "cuda"
+    wanted = 2 * torch.cuda.get_device_properties(p.q.device).multi_processor_count if cuda else 8
+    parts = max(1, min(wanted // programs, triton.cdiv(keys - start, 256)))
     part_keys = triton.cdiv(triton.cdiv(keys - start, parts), 64) * 64
     parts = triton.cdiv(keys - start, part_keys)
     sums = lse.new_empty((batch, heads, rows, parts, p.v.shape[-1]))
     stats = lse.new_empty((batch, heads, rows, parts, 3))
     more = {"PARTS": sums, "STATS": stats, "PACK": pack, "key_from": start, "part_keys": part_keys}
     more["BM"] = padded(rows * pack)
-    yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), more)
+    yield plan.fitting(decode_kernel, lambda _: (parts, programs), more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
     constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
-    yield Launch(
-        decode_kernels.combine_kernel, (batch * heads * rows,), {**end, **constants}, Tile(1, 1, 1, 1)
-    )
-
-
-def _programs_wanted(device: torch.device) -> int:
-    """Two programs for each multiprocessor."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    yield Launch(combine_kernel, (batch * heads * rows,), {**end, **constants}, Tile(1, 1, 1, 1))
 
 
 # ------------------------------------------------------------------------------------- backward
@@ -298,7 +294,7 @@ def backward(
     grads = empty_gradients(plan, wanted)
     for step in plan_backward(plan, wanted, d_out, d_lse, results, grads):
         gpu.start(step)
-    return _gathered(plan, wanted, d_lse, grads)
+    return {name: _gathered(p, name, grads[name], d_lse) for name in wanted}
 
 
 def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
@@ -318,10 +314,9 @@ def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
     if s["HAS_PATH"]:
         grads |= {"probe_q": room(queries, s["P"]), "probe_k": room(keys, s["P"]), "path_rate": room(queries)}
         grads["probe_k"][:, :, 0] = 0.0  # no key stands before token 0, so its edge is in no sum
-    for name in ("rate_q", "rate_k", "c_q", "c_k"):
-        kind = name[:-2]
+    for kind in ("rate", "c"):
         if {f"{kind}_q", f"{kind}_k"} & set(wanted):
-            grads[name] = room(s["R"], queries if name.endswith("q") else keys)
+            grads |= {f"{kind}_q": room(s["R"], queries), f"{kind}_k": room(s["R"], keys)}
     return grads
 
 
@@ -340,33 +335,27 @@ def plan_backward(
     shared = _strides("o", d_out) | {"D_OUT": d_out, "DELTA": delta}
     more: dict[str, Any] = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
     more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
-    grid = (triton.cdiv(queries, PATCH), batch * heads)
-    yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **more}, Tile(PATCH, PATCH, 4, 1))
+    yield plan.fixed(delta_kernel, triton.cdiv(queries, PATCH), batch * heads, shared | more)
 
     keys_step = _plan_keys(plan, False)
     yield keys_step
     shared |= {"POISON": keys_step.arguments["POISON"], "LSE": lse, "FIRST": first}
     shared |= {"NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads, "heads_from": 0, "borders": 0}
     shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
-    names = {"D_RATE": "rate", "D_C": "c", "D_PROBE": "probe"}
-    key_side: dict[str, Any] = {place: grads.get(f"{name}_k", lse) for place, name in names.items()}
-    query_side: dict[str, Any] = {place: grads.get(f"{name}_q", lse) for place, name in names.items()}
-    key_side |= {"DK": grads["k"], "D_V": grads["v"]}
-    key_side["DOC_ENDS"] = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    query_side, key_side = (
+        {f"D_{name.upper()}": grads.get(f"{name}_{side}", lse) for name in ("rate", "c", "probe")}
+        for side in "qk"
+    )
     query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
+    ends = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    key_side |= {"DK": grads["k"], "D_V": grads["v"], "DOC_ENDS": ends}
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
-    key = plan.fitting(
-        backward_kernels.key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side
-    )
-    border = key.tile.keys
-    if s["HAS_PATH"]:
-        query_side["BORDER"] = border
+    key = plan.fitting(key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side)
+    border: dict[str, Any] = {"BORDER": key.tile.keys} if s["HAS_PATH"] else {}
     query = plan.fitting(
-        backward_kernels.query_kernel,
-        lambda tile: (triton.cdiv(queries, tile.queries), 1),
-        shared | query_side,
+        query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), shared | query_side | border
     )
-    borders, at_once = triton.cdiv(keys, border), batch * heads
+    borders, at_once = key.grid[0], batch * heads
     sums: dict[str, Tensor] = {}
     if s["HAS_PATH"]:
         at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
@@ -379,28 +368,19 @@ def plan_backward(
             yield Launch(step.kernel, (step.grid[0], count), arguments, step.tile)
 
 
-def _gathered(
-    plan: Plan, wanted: list[str], d_lse: Tensor | None, grads: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Gradients in the shapes and dtypes of the fields; heads that share a tensor are summed in order."""
-    found: dict[str, Tensor] = {}
-    for name in wanted:
-        like, grad = getattr(plan.problem, name), grads[name]
-        if name == "path_rate":
-            grad = grad.sum((0, 2))
-        elif name in ("q", "k", "v", "probe_q", "probe_k"):
-            if like.shape[1] != grad.shape[1]:
-                grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
-        else:
-            grad = grad.permute(2, 0, 1, 3)
-            if name == "c_q":
-                grad = _shifted(plan.problem, grad, d_lse)
-            grad = grad.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
-        found[name] = grad.to(like.dtype)
-    return found
-
-
-def _shifted(p: AttentionProblem, grad: Tensor, d_lse: Tensor | None) -> Tensor:
-    """d c_q: a row of dS sums to d lse, which is what the rate of the query multiplies."""
-    grad = torch.zeros_like(grad) if p.rate_k is None else grad
-    return grad if d_lse is None or p.rate_q is None else grad - p.rate_q * d_lse
+def _gathered(p: AttentionProblem, name: str, grad: Tensor, d_lse: Tensor | None) -> Tensor:
+    """A gradient in the shape and dtype of its field; heads that share a tensor are summed in order."""
+    like = getattr(p, name)
+    if name == "path_rate":
+        grad = grad.sum((0, 2))
+    elif name not in ("c_q", "c_k", "rate_q", "rate_k"):
+        if like.shape[1] != grad.shape[1]:
+            grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+    else:
+        grad = grad.permute(2, 0, 1, 3)
+        if name == "c_q" and p.rate_k is None:
+            grad = torch.zeros_like(grad)
+        if name == "c_q" and p.rate_q is not None and d_lse is not None:
+            grad = grad - p.rate_q * d_lse  # a row of dS sums to d lse
+        grad = grad.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+    return grad.to(like.dtype)
