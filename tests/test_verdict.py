@@ -238,6 +238,14 @@ def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch):
     assert store.folder() is None and verdict.stored(GPU, CASE) is None
 
 
+def test_without_a_home_directory_nothing_is_stored(monkeypatch: pytest.MonkeyPatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(store, "cache_directory", no_home)
+    assert store.folder() is None and verdict.stored(GPU, CASE) is None
+
+
 def test_head_sizes_are_padded_as_the_kernels_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     sizes = {0: 16, 1: 16, 16: 16, 17: 32, 64: 64, 65: 128, 256: 256}
     assert {size: verdict.padded(size) for size in sizes} == sizes

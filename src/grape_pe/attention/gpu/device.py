@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,14 +39,17 @@ def _driver_version() -> str:
     return found[0] if found else "unknown"
 
 
+def installed(*names: str) -> str | None:
+    """The version of the first of these packages that is installed."""
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
 @functools.cache
 def triton_version() -> str | None:
-    for name in ("triton", "pytorch-triton", "triton-windows"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed("triton", "pytorch-triton", "triton-windows")
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -80,11 +80,11 @@ def full_key(device: Device, case: Case, **more: Any) -> dict[str, Any]:
 
 def folder() -> Path | None:
     """The cache folder, made if need be; None unless it is the user's and nobody else may write to it."""
-    path = cache_directory()
     try:
+        path = cache_directory()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
     others = stat.S_IWGRP | stat.S_IWOTH
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & others):

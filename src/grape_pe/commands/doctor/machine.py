@@ -20,7 +20,7 @@ import torch
 from ...attention.cpu import build
 from ...attention.gpu import store
 from ...attention.gpu.api import OLDEST_TRITON
-from ...attention.gpu.device import describe, release, triton_version
+from ...attention.gpu.device import describe, installed, release, triton_version
 
 #: whose requirements on whom are compared with what is installed
 REQUIREMENTS = (("grape-pe", "torch"), ("grape-pe", "transformers"), ("torch", "triton"))
@@ -37,13 +37,6 @@ def versions() -> dict[str, str | None]:
         "triton": triton_version(),
         "transformers": installed("transformers"),
     }
-
-
-def installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def conflicts() -> list[str]:
@@ -65,14 +58,11 @@ def _outside(who: str, what: str) -> str | None:
 
 
 def _declared(who: str, what: str) -> str | None:
-    try:
-        lines = importlib.metadata.requires(who) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for line in lines:
-        name = re.match(r"[\w.-]+", line)
-        if name is not None and name[0] == what:
-            return line[name.end() :].split(";")[0].strip(" ()")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for line in importlib.metadata.requires(who) or []:
+            name = re.match(r"[\w.-]+", line)
+            if name is not None and name[0] == what:
+                return line[name.end() :].split(";")[0].strip(" ()")
     return None
 
 
@@ -97,12 +87,11 @@ def settings() -> dict[str, str]:
 
 def compiler() -> str | None:
     """The first line a C++ compiler prints about itself."""
-    for name in ("g++", "clang++"):
-        path = shutil.which(name)
-        if path is not None:
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-            return (done.stdout.splitlines() or [name])[0]
-    return None
+    path = shutil.which("g++") or shutil.which("clang++")
+    if path is None:
+        return None
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    return (done.stdout.splitlines() or [Path(path).name])[0]
 
 
 def cpu_kernel() -> dict[str, Any]:
@@ -119,12 +108,8 @@ def cache() -> dict[str, Any]:
     place = store.folder()
     if place is None:
         return {"usable": False, "reason": "it cannot be made, is not yours, or others may write to it"}
-    return {
-        "usable": True,
-        "kernels": len(list(place.glob("*.so"))),
-        "verdicts": len(list(place.glob("triton-*.json"))),
-        "tuned": len(list(place.glob("tiles-*.json"))),
-    }
+    files = {"kernels": "*.so", "verdicts": "triton-*.json", "tuned": "tiles-*.json"}
+    return {"usable": True} | {name: len(list(place.glob(pattern))) for name, pattern in files.items()}
 
 
 def cpu() -> dict[str, Any]:
@@ -137,12 +122,11 @@ def cpu() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
-    return found[1] if found else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def gpus() -> list[dict[str, Any]]:

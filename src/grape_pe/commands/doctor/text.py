@@ -35,7 +35,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield from LEGEND
     yield ""
     yield from _refusals(report["checks"])
-    yield from _failures(report)
+    yield "All is well." if report["ok"] else "PROBLEMS"
+    yield from (f"  {text}" for text in report["problems"])
 
 
 def _pairs(values: dict[str, Any]) -> Iterator[str]:
@@ -124,11 +125,3 @@ def _refusals(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield "Not used for some of these calls"
         yield from (f"  {name}: {reason}" for name, reason in found)
         yield ""
-
-
-def _failures(report: dict[str, Any]) -> Iterator[str]:
-    if report["ok"]:
-        yield "All is well."
-        return
-    yield "PROBLEMS"
-    yield from (f"  {text}" for text in report["problems"])
