@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from grape_pe import cli
-from grape_pe.attention.gpu import api, check, child, launch, store, tune, verdict
+from grape_pe.attention.gpu import api, check, launch, store, tune, verdict
 from grape_pe.attention.gpu import compile as gpu
-from grape_pe.attention.gpu.child import Verdict
 from grape_pe.attention.gpu.compile import Tile, Usage
 from grape_pe.attention.gpu.device import Device
+from grape_pe.attention.gpu.verdict import Verdict
 from grape_pe.commands.doctor import checks, machine
 
 GPU = Device("Fake GPU", (9, 0), "555.42")
@@ -63,7 +63,7 @@ def children(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any
         given.append(description)
         return answer(description)
 
-    monkeypatch.setattr(child, "run", run)
+    monkeypatch.setattr(verdict, "run", run)
     return given
 
 
@@ -340,5 +340,5 @@ def test_a_real_child_times_nothing_it_cannot_run(monkeypatch: pytest.MonkeyPatc
     """On a machine without a GPU the child refuses, and nothing is kept."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     problem = check.Problem("triton", "cpu", "bfloat16", 64, 64, "slope", tokens=40)
-    found = child.run({**asdict(problem), "columns": COLUMNS[:1]})
+    found = verdict.run({**asdict(problem), "columns": COLUMNS[:1]})
     assert not found.ok and "impl='triton'" in (found.reason or "")

@@ -24,8 +24,8 @@ from torch import Tensor
 from ...bias import NO_BIAS, Bias, PathBias, SlopeBias, SlopeTerm
 from .. import attend
 from . import tune
-from .child import Verdict
 from .store import Tiles
+from .verdict import Verdict
 
 #: error allowed as a multiple of the dense error in the same dtype
 HALF, FULL = 2.0, 4.0
@@ -182,11 +182,8 @@ def check(problem: Problem) -> Verdict:
         torch.full((POISON // 4,), fill, device=problem.device)
         again = evaluate(problem, tensors, *calls)
         changed |= {name for name in got if not torch.equal(again[name], got[name])}
-    if changed:
-        return Verdict(
-            False, f"repeated calls differ in {', '.join(sorted(changed))}", found, repeatable=False
-        )
-    return Verdict(True, None, found)
+    differ = f"repeated calls differ in {', '.join(sorted(changed))}" if changed else None
+    return Verdict(not changed, differ, found, repeatable=not changed)
 
 
 def _finite(found: Errors) -> Errors:
@@ -215,13 +212,12 @@ def safely(problem: Problem, tiles: Tiles | None = None, columns: list[Tiles] | 
 
 def main() -> int:
     given = json.load(sys.stdin)
+    limit, tiles, columns = (given.pop(name, None) for name in ("limit", "tiles", "columns"))
     result = os.dup(1)
     os.dup2(2, 1)  # what libraries print must not mix with the result
     if hasattr(signal, "alarm"):
-        signal.alarm(int(given.pop("limit", 600)) + 1)  # should the parent have gone
-    given["masks"] = tuple(given["masks"])
-    tiles, columns = given.pop("tiles", None), given.pop("columns", None)
-    verdict = safely(Problem(**given), tiles, columns)
+        signal.alarm(int(limit or 600) + 1)  # should the parent have gone
+    verdict = safely(Problem(**given | {"masks": tuple(given["masks"])}), tiles, columns)
     with os.fdopen(result, "w") as file:
         file.write(json.dumps(asdict(verdict)) + "\n")
     return 0

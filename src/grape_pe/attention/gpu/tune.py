@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import store, verdict
-from .child import Verdict
 from .device import describe
 from .store import Case, Tiles
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     from .check import Problem
@@ -47,7 +47,7 @@ def tune(device: torch.device, case: Case) -> Verdict:
 
 
 def _tune(device: torch.device, case: Case) -> Verdict:
-    run = functools.partial(verdict.in_child, device, case)
+    run = functools.partial(verdict.run_case, device, case)
     checked = [(column, run(tiles=column)) for column in columns()]
     sound = [column for column, found in checked if found.ok]
     if not sound:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import attend
-from ...attention.gpu import check, child, tune, verdict
+from ...attention.gpu import check, tune, verdict
 from ...attention.gpu.api import why_not_device
 from ...attention.gpu.check import OURS, Problem, Tensors, inputs, why_not
-from ...attention.gpu.child import Verdict
 from ...attention.gpu.store import Case
+from ...attention.gpu.verdict import Verdict
 from .machine import scrub
 
 BIASES = ("none", "slope", "path", "both")
@@ -111,7 +111,7 @@ def _crashes(device: str) -> dict[str, str]:
     problem = Problem("cpu", "cpu", "float32", 64, 64, "both")
     if device != "cpu" or "cpu" not in implementations() or why_not(problem, inputs(problem)) is not None:
         return {}
-    found = child.run(asdict(problem))
+    found = verdict.run(asdict(problem))
     return {} if found.ok or found.errors else {"cpu": found.reason or "no result"}
 
 
