@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,8 +30,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Queries, keys, warps and pipeline stages of a program."""
 
     queries: int

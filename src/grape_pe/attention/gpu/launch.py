@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Plan:
             bias = ("none", "slope", "path", "both")[(p.c_q is not None) + 2 * (p.probe_q is not None)]
             case = Case.of(p.q.dtype, p.q.shape[-1], p.v.shape[-1], bias)
             kept = kept_tiles(describe(p.q.device), case)
-        return next((tile for tile in TILES[kernel] if list(astuple(tile)) == kept.get(kernel)), None)
+        return next((tile for tile in TILES[kernel] if list(tile) == kept.get(kernel)), None)
 
     def fitting(self, kernel: Any, grid: Callable[[Tile], tuple[int, ...]], more: dict[str, Any]) -> Launch:
         """A launch with the tile that fits."""
@@ -152,32 +152,28 @@ def _shared(p: AttentionProblem) -> dict[str, Any]:
         return None if x is None else change(x).contiguous()
 
     q, k, v = _dense(p.q), _dense(p.k), _dense(p.v)
-    rate_q, rate_k = made(p.rate_q, _by_head), made(p.rate_k, _by_head)
-    c_q, c_k = made(p.c_q, _in_two), made(p.c_k, _in_two)
-    documents = made(p.documents, first_of_document)
-    padding = made(p.key_padding, lambda x: x.to(torch.uint8))
     given = {
-        "RATE_Q": rate_q, "RATE_K": rate_k, "C_Q": c_q, "C_K": c_k, "DOCS": documents, "PADDING": padding,
-        "PROBE_Q": made(p.probe_q, Tensor.contiguous), "PROBE_K": made(p.probe_k, Tensor.contiguous),
-        "PATH_RATE": p.path_rate,
+        "RATE_Q": made(p.rate_q, _by_head), "RATE_K": made(p.rate_k, _by_head),
+        "C_Q": made(p.c_q, _in_two), "C_K": made(p.c_k, _in_two),
+        "DOCS": made(p.documents, first_of_document), "PADDING": made(p.key_padding, Tensor.byte),
+        "PROBE_Q": made(p.probe_q, _dense), "PROBE_K": made(p.probe_k, _dense), "PATH_RATE": p.path_rate,
     }  # fmt: skip
     tensors = {name: q if x is None else x for name, x in given.items()}
+    flags = {f"HAS_{name}": given[name] is not None for name in ("RATE_Q", "RATE_K", "DOCS", "PADDING")}
     strides = _strides("q", q) | _strides("k", k) | _strides("v", v)
-    for name, x in (("rq", rate_q), ("rk", rate_k), ("cq", c_q), ("ck", c_k)):
-        strides |= _head_strides(name, x)
+    for name, field in (("rq", "RATE_Q"), ("rk", "RATE_K"), ("cq", "C_Q"), ("ck", "C_K")):
+        strides |= _head_strides(name, given[field])
     tf32 = torch.get_float32_matmul_precision() != "highest"
     precision = ("tf32" if tf32 else "tf32x3") if q.dtype == torch.float32 else "ieee"
     queries, keys = q.shape[2], k.shape[2]
     windowed = 0 < p.window < max(queries, keys)
     probe = 8 if p.probe_q is None else p.probe_q.shape[-1]
     return {
-        "Q": q, "K": k, "V": v, **tensors, **strides,
+        "Q": q, "K": k, "V": v, **tensors, **strides, **flags,
         "H": q.shape[1], "HKV": k.shape[1], "HP": 1 if p.probe_q is None else p.probe_q.shape[1],
         "TQ": queries, "TK": keys, "window": p.window if windowed else 0, "scale": p.scale,
         "patches": triton.cdiv(keys, PATCH), "CAUSAL": p.causal, "WINDOW": windowed,
-        "HAS_DOCS": documents is not None, "HAS_PADDING": padding is not None,
-        "PRUNE": prunes(p), "EXACT": exact(p), "R": 0 if c_q is None else c_q.shape[2],
-        "HAS_RATE_Q": rate_q is not None, "HAS_RATE_K": rate_k is not None,
+        "PRUNE": prunes(p), "EXACT": exact(p), "R": 0 if p.c_q is None else p.c_q.shape[0],
         "HAS_PATH": p.probe_q is not None, "BOUNDED": p.bounded,
         "D": q.shape[-1], "BLOCK_D": padded(q.shape[-1]), "DV": v.shape[-1], "BLOCK_DV": padded(v.shape[-1]),
         "P": probe, "BLOCK_P": padded(probe), "STRIDE": STRIDE, "PRECISION": precision,

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +36,7 @@ def columns() -> list[Tiles]:
 
     count = max(map(len, TILES.values()))
     return [
-        {name: list(astuple(tiles[min(n, len(tiles) - 1)])) for name, tiles in TILES.items()}
-        for n in range(count)
+        {name: list(tiles[min(n, len(tiles) - 1)]) for name, tiles in TILES.items()} for n in range(count)
     ]
 
 
@@ -131,7 +130,7 @@ def _launch_seconds(device: str, call: Callable[[], object]) -> dict[tuple[str, 
     total: dict[tuple[str, str], float] = defaultdict(float)
     for launch, before, after in marks:
         spent = after - before if device == "cpu" else before.elapsed_time(after) / 1000
-        total[launch.kernel.__name__, " ".join(map(str, astuple(launch.tile)))] += spent
+        total[launch.kernel.__name__, " ".join(map(str, launch.tile))] += spent
     return total
 
 
