@@ -16,7 +16,7 @@ from grape_pe import cli
 from grape_pe.attention.gpu import api, check, launch, store, tune, verdict
 from grape_pe.attention.gpu import compile as gpu
 from grape_pe.attention.gpu.compile import Tile, Usage
-from grape_pe.attention.gpu.device import Device
+from grape_pe.attention.gpu.store import Device
 from grape_pe.attention.gpu.verdict import Verdict
 from grape_pe.commands.doctor import checks, machine
 

@@ -17,7 +17,7 @@ import torch
 import grape_pe as grape
 from grape_pe.attention import attend
 from grape_pe.attention.gpu import check, store, verdict
-from grape_pe.attention.gpu.device import Device, release
+from grape_pe.attention.gpu.store import Device, release
 from grape_pe.attention.gpu.verdict import Verdict
 
 GPU = Device("Fake GPU", (9, 0), "555.42")

@@ -13,7 +13,7 @@ from .. import problem, pruning
 from ..masks import Masks
 from ..problem import AttentionProblem
 from ..pruning import Prune
-from .device import release, triton_version
+from .store import release, triton_version
 
 #: compute capabilities (times ten) that the kernels are written for, with the KiB of shared memory of a block
 DEVICES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}

@@ -16,9 +16,8 @@ from . import compile as gpu
 from .backward import delta_kernel, key_kernel, query_kernel
 from .compile import Launch, Tile
 from .decode import combine_kernel, decode_kernel
-from .device import describe
 from .forward import forward_kernel, keys_kernel
-from .store import Case, Tiles, kept_tiles, padded
+from .store import Case, Tiles, describe, kept_tiles, padded
 from .tile import PATCH as _PATCH
 
 PATCH: int = _PATCH.value

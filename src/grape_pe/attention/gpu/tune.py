@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import store, verdict
-from .device import describe
-from .store import Case, Tiles
+from .store import Case, Tiles, describe
 from .verdict import Verdict
 
 if TYPE_CHECKING:

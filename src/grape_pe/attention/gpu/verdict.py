@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from . import store
-from .device import Device, describe
-from .store import Case, Tiles, padded
+from .store import Case, Device, Tiles, describe, padded
 
 MODES = ("check", "on", "off")
 #: seconds the child may take: most of them are spent by Triton's compiler

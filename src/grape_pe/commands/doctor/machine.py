@@ -20,7 +20,7 @@ import torch
 from ...attention.cpu import build
 from ...attention.gpu import store
 from ...attention.gpu.api import OLDEST_TRITON
-from ...attention.gpu.device import describe, installed, release, triton_version
+from ...attention.gpu.store import describe, installed, release, triton_version
 
 #: whose requirements on whom are compared with what is installed
 REQUIREMENTS = (("grape-pe", "torch"), ("grape-pe", "transformers"), ("torch", "triton"))
