@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from grape_pe import cli
-from grape_pe.attention.gpu import child, store, verdict
-from grape_pe.attention.gpu.child import Verdict
+from grape_pe.attention.gpu import store, verdict
+from grape_pe.attention.gpu.verdict import Verdict
 from grape_pe.commands import doctor
 from grape_pe.commands.doctor import checks, machine, text
 
@@ -150,7 +150,7 @@ def test_a_kernel_that_does_not_build_is_a_problem(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_crashes_is_not_run_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "implementations", lambda: ["cpu"])
     monkeypatch.setattr(checks, "why_not", lambda *_: None)
-    monkeypatch.setattr(child, "run", lambda description: Verdict(False, "it ended with SIGILL"))
+    monkeypatch.setattr(verdict, "run", lambda description: Verdict(False, "it ended with SIGILL"))
     monkeypatch.setattr(checks.check, "safely", lambda problem: pytest.fail("ran a kernel that crashes"))
     found = list(checks.rows("cpu", checks.plan("cpu", "quick"), lambda text: None))
     assert {(row.status, row.reason) for row in found} == {("failed", "it ended with SIGILL")}
