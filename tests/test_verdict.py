@@ -158,12 +158,13 @@ def test_triton_on_and_off_need_no_check(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert ask() is None
     monkeypatch.setenv("GRAPE_TRITON", "off")
     assert ask() == "GRAPE_TRITON=off"
-    monkeypatch.setenv("GRAPE_TRITON", "")
-    assert verdict.mode() == "check"
     monkeypatch.setenv("GRAPE_TRITON", "maybe")
     with pytest.raises(ValueError, match=r"GRAPE_TRITON must be one of check, on, off; got 'maybe'"):
         ask()
     assert runs(tmp_path) == []
+    monkeypatch.setenv("GRAPE_TRITON", "")  # as if not set
+    ask()
+    assert len(runs(tmp_path)) == 1
 
 
 # What is stored
