@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..attention import key_bound
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from ..encodings.prepared import Preparation
@@ -283,7 +284,6 @@ class StreamingCache:
             old = held[name].narrow(2, 0, held[name].shape[2] - count)
             held[name] = torch.cat([old, tensor], 2)
         document, k, v = held.pop("document", None), held.pop("k"), held.pop("v")
-        held.pop("hidden", None)
         masks = self._masks(count, None if document is None else document[:, 0], self.tokens.hidden(last))
         if held:
             bias = bias.replaced({name.removeprefix("bias."): tensor for name, tensor in held.items()})
@@ -304,9 +304,9 @@ class StreamingCache:
     def _key_bound(self) -> Tensor:
         """(B, Hkv): no key is longer. Only keys that came since the last time are read."""
         if self.bound is None:
-            self.bound = norm_bound(self.tokens.view("k"))
+            self.bound = key_bound(self.tokens.view("k"))
         elif self.unbounded:
-            self.bound = torch.maximum(self.bound, norm_bound(self.tokens.newest("k", self.unbounded)))
+            self.bound = torch.maximum(self.bound, key_bound(self.tokens.newest("k", self.unbounded)))
         self.unbounded = 0
         return self.bound
 
@@ -457,14 +457,6 @@ class StreamingCache:
         x = None if shape.width is None else k.new_zeros(k.shape[0], 1, shape.width)
         positions = torch.zeros((1,) if coords == 1 else (1, coords), dtype=torch.long, device=k.device)
         return self.encoding(q, k, x=x, v=v, positions=positions)  # type: ignore[no-any-return]
-
-
-def norm_bound(k: Tensor) -> Tensor:
-    """(B, Hkv): an upper bound of |k| over the tokens, whatever k's dtype and the rounding of the sum."""
-    working = torch.promote_types(k.dtype, torch.float32)
-    info = torch.finfo(working)
-    norm = torch.linalg.vector_norm(k, dim=-1, dtype=working).amax(-1)
-    return norm.mul_(1 + (k.shape[-1] + 4) * info.eps).add_(math.sqrt(k.shape[-1] * info.tiny))
 
 
 def _sums_in_between(bias: Bias) -> bool:
