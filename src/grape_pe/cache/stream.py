@@ -119,35 +119,29 @@ class StreamingCache:
                 where the id changes (0 before the first call); it sees only itself, from position 0 on.
             options: of `grape.attend`.
         """
-        layout = self._layout(q, k, x, positions, padding, documents)
-        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
-        seen = self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+        where = {"positions": positions, "padding": padding, "documents": documents}
+        layout, seen = self._append(q, k, v, x, **where)
         return layout.unpack(seen.attend(**options), 2)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **where: Tensor) -> Self:
         """Append new tokens only; `where` as for `attend`: positions, padding, documents."""
-        layout = self._layout(q, k, x, **where)
-        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
-        self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+        self._append(q, k, v, x, **where)
         return self
 
-    def _layout(
-        self,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor | None,
-        positions: Tensor | None = None,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Layout:
+    def _append(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, **where: Tensor | None
+    ) -> tuple[Layout, Seen]:
+        layout = self._layout(q, k, x, **where)
+        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
+        return layout, self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+
+    def _layout(self, q: Tensor, k: Tensor, x: Tensor | None, **where: Tensor | None) -> Layout:
         self.encoding.check(q, k, x)
-        if len(self.sequences.lengths) not in (0, q.shape[0]):
-            raise ValueError(
-                f"the cache holds {len(self.sequences.lengths)} sequences, the call has {q.shape[0]}"
-            )
-        given = {"positions": positions, "padding": padding, "documents": documents}
-        where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
-        layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
+        (batch, _, count, _), known = q.shape, len(self.sequences.lengths)
+        if known not in (0, batch):
+            raise ValueError(f"the cache holds {known} sequences, the call has {batch}")
+        settings = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
+        layout = arrange(batch, count, q.device, **where, **settings)  # type: ignore[arg-type]
         check_packing(self.encoding, layout)
         return layout.prepare(self.preparation, q.dtype)
 
@@ -242,8 +236,6 @@ class StreamingCache:
         counts: Sequence[int] | None,
     ) -> None:
         pads = None if counts is None else [count - n for n in counts]
-        if "document" in columns and self.tokens.storage and "document" not in self.tokens.storage:
-            self.tokens.add_column("document", columns["document"])
         self.tokens.append(columns, count)
         self.unbounded += count
         if pads is not None:

@@ -60,6 +60,8 @@ class Table:
         if not self.storage:
             size = max(64, tokens) if self.capacity is None else max(self.capacity, tokens)
             self.storage = {name: _allocate(tensor, size) for name, tensor in new.items()}
+        for name in new.keys() - self.storage.keys():  # zero for the tokens already here
+            self.storage[name] = _allocate(new[name], self.size).zero_()
         self._make_room(tokens)
         start, self.length = self.length, self.length + tokens
         for name, tensor in new.items():
@@ -70,10 +72,6 @@ class Table:
         """Forget all tokens, keeping the storage."""
         self.length = 0
         self._set_lead([])
-
-    def add_column(self, name: str, like: Tensor) -> None:
-        """A new column, zero for the tokens already here."""
-        self.storage[name] = _allocate(like, self.size).zero_()
 
     def load(self, columns: Mapping[str, Tensor], lead: Sequence[int]) -> None:
         """Fill an empty table with what `stored` returned."""
@@ -139,7 +137,7 @@ class Table:
         shift, empty = torch.tensor([away, lead], device=self.device).unsqueeze(-1)
         source, hidden = (slot + start - shift).clamp(min=0), slot < first + empty
         for name, old in self.storage.items():
-            moved = take(old, source, 2).masked_fill(_fit(hidden, old, 2), 0)
+            moved = take(old, source, 2).masked_fill(fit(hidden, old, 2), 0)
             size = max(64, kept) if self.capacity is None else old.shape[2]
             fresh = old if size == old.shape[2] else _allocate(old, size)
             fresh[:, :, :first] = old[:, :, :first]
@@ -200,10 +198,10 @@ class Table:
 
 def take(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
     """tensor[b, …, index[b, i], …] along `dim`, with index (B, n); a batch of 1 is expanded."""
-    return torch.take_along_dim(tensor, _fit(index, tensor, dim), dim)
+    return torch.take_along_dim(tensor, fit(index, tensor, dim), dim)
 
 
-def _fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
+def fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
     """(B, n) as (B, 1, …, n, …, 1), the n at `dim`."""
     shape = [1] * like.dim()
     shape[0], shape[dim] = index.shape
