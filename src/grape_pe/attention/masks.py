@@ -159,8 +159,9 @@ def _bound(key_bound: Tensor | None, k: Tensor) -> Tensor | None:
             f"key_bound must be floating, of shape {tuple(k.shape[:2])}, a number for each key head; "
             f"got {key_bound.dtype} {tuple(key_bound.shape)}"
         )
-    # a bound rounded to half precision may be below the norm it was made from
-    return key_bound.float() * (1 + torch.finfo(key_bound.dtype).eps)
+    # a bound rounded to half precision, or here to float32, may be below the norm it was made from
+    eps = max(torch.finfo(dtype).eps for dtype in (key_bound.dtype, torch.float32))
+    return key_bound.float() * (1 + eps)
 
 
 def check_devices(q: Tensor, others: Mapping[str, Tensor | None], of: str = "") -> None:
