@@ -154,13 +154,14 @@ def _first_keys(
         return None
     need = _needed(q.unflatten(1, (k.shape[1], -1)), k, rows, scale, key_bound)
     need = need - (nats(k.shape[2]) if choice == AUTO else choice)
-    odd = k.shape[2] % CHUNK
+    odd = k.shape[2] % CHUNK or CHUNK  # keys of the first chunk
     largest = rows.narrow(3, odd, k.shape[2] - odd).unflatten(-1, (-1, CHUNK)).amax(-1)  # NaN if one is
+    largest = torch.cat([rows.narrow(3, 0, odd).amax(-1, keepdim=True), largest], -1)
     read = (largest < need.unsqueeze(-1)).logical_not_()  # (B, H, Tq, chunks); a NaN matters
     read = read.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 3).any(1)  # (Hkv, chunks)
     chunks, together = read.view(torch.uint8).argmax(-1).tolist(), _together(q, k)
     least = [min(chunks[i - i % together :][:together]) for i in range(len(chunks))]
-    return [odd + CHUNK * chunk if chunk else 0 for chunk in least]
+    return [odd + CHUNK * (chunk - 1) if chunk else 0 for chunk in least]
 
 
 def _needed(q: Tensor, k: Tensor, rows: Tensor, scale: float, key_bound: Tensor) -> Tensor:
