@@ -218,13 +218,8 @@ def launches(case: Case, arch: int) -> Iterator[Any]:
     rows = p.q.shape[:3]
     out, lse = p.q.new_empty((*rows, p.v.shape[-1])), p.q.new_empty(rows, dtype=torch.float32)
     saved = gpu.allocate(p)
-    if gpu._few(p):
-        yield from gpu.plan_decode(plan, out, lse, saved)
-    else:
-        keys = gpu.plan_keys(plan, plan.shared["PRUNE"])
-        yield keys
-        poison, bounds = (keys.arguments[name] for name in ("POISON", "BOUNDS"))
-        yield gpu.plan_forward(plan, out, lse, saved, poison, bounds)[0]
+    work = p.q.new_empty((*rows[:2], 2), dtype=torch.int64)
+    yield from gpu.plan_forward(plan, out, lse, work, saved)
     wanted = [name for name in problem_module.DIFFERENTIABLE if getattr(p, name) is not None]
     grads = gpu.empty_gradients(plan, wanted)
     yield from gpu.plan_backward(plan, wanted, out, None, [out, lse, lse, *saved], grads)

@@ -149,6 +149,22 @@ def test_logsumexp_and_its_gradient(impl, kind, mask):
     compare(truth, dense, run(torch.float32, impl), f"{kind} by {impl}")
 
 
+@pytest.mark.parametrize("causal", (True, False))
+def test_gradient_of_the_logsumexp_of_nearly_equal_logits(impl, causal):
+    """The largest weights are equal where the largest logits are not: they may not take turns as the maximum."""
+    i = inputs(70)
+    q, k, v = 1e-6 * i["q"], i["k"], i["v"]
+
+    def gradient(dtype: torch.dtype, name: str) -> torch.Tensor:
+        leaf = q.float().to(dtype).requires_grad_()
+        rest = (x.float().to(dtype) for x in (k, v))
+        _, lse = attend(leaf, *rest, causal=causal, impl=name, return_lse=True)
+        return torch.autograd.grad(lse.sum(), leaf)[0].double()
+
+    truth = gradient(torch.float64, "reference")
+    assert (gradient(torch.float32, impl) - truth).norm() < 1e-5 * truth.norm()
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_drawn_shapes_and_masks(data):

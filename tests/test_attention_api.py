@@ -54,6 +54,7 @@ def test_attend_is_a_plain_function():
     signature = inspect.signature(attend)
     assert list(signature.parameters)[:4] == ["q", "k", "v", "bias"]
     assert signature.return_annotation == torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    assert inspect.signature(attend.explain).parameters == signature.parameters
 
 
 def test_an_unknown_option_is_an_error():
@@ -104,11 +105,16 @@ def test_torchs_own_attention_refuses_a_later_chunk():
         ({"cu_seqlens": torch.tensor([0, 20]), "documents": torch.zeros(20, dtype=torch.long)}, "give one"),
         ({"documents": torch.zeros(3, dtype=torch.long)}, "integer ids of shape"),
         ({"key_padding": torch.zeros(2, 20)}, "must be bool"),
+        ({"window": 3, "sinks": 1.5}, "an integer sinks"),
+        ({"key_bound": torch.ones(2, 2, dtype=torch.long)}, "key_bound must be floating"),
+        ({"documents": [0] * 20}, "documents must be a torch.Tensor, got list"),
+        ({"cu_seqlens": [0, 20]}, "cu_seqlens must be a torch.Tensor, got list"),
+        ({"key_padding": [[False] * 20] * 2}, "key_padding must be a torch.Tensor, got list"),
     ],
 )
 def test_bad_arguments(wrong, words):
     _, qkv = tensors()
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         attend(*qkv, **wrong)
 
 
@@ -118,10 +124,29 @@ def test_documents_need_a_key_for_each_query():
         attend(i["q"], i["k"], i["v"], causal=False, documents=torch.zeros(5, dtype=torch.long))
 
 
-def test_integers_are_refused():
-    q = torch.ones(1, 1, 2, 4, dtype=torch.long)
-    with pytest.raises(TypeError, match="floating"):
+@pytest.mark.parametrize("dtype", (torch.long, torch.float8_e4m3fn))
+def test_dtypes_that_are_refused(dtype):
+    q = torch.ones(1, 1, 2, 4).to(dtype)
+    with pytest.raises(TypeError, match="floating dtype of at least 16 bits"):
         attend(q, q, q)
+
+
+def test_the_interpreter_of_triton_changes_no_explanation(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _, qkv = tensors()
+    assert attend.explain(*qkv).why_not["triton"] in ("less preferred here", "triton is not installed")
+
+
+def test_more_sinks_than_any_integer_holds():
+    _, qkv = tensors()
+    for impl in ("reference", "blocks", "auto"):
+        torch.testing.assert_close(attend(*qkv, window=2, sinks=1 << 70, impl=impl), attend(*qkv, impl=impl))
+
+
+def test_lengths_whose_values_cannot_be_read():
+    q = torch.ones(1, 1, 6, 4, device="meta")
+    ends = torch.tensor([0, 2, 6], device="meta")
+    assert attend(q, q, q, cu_seqlens=ends).shape == q.shape
 
 
 @pytest.mark.parametrize("impl", ("reference", "sdpa", "cpu", "blocks"))

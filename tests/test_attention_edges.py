@@ -17,8 +17,8 @@ from attention_cases import (
     inputs,
     one_thread,  # noqa: F401
 )
-from grape_pe.attention import attend, flex
-from grape_pe.attention.flex import _captured
+from grape_pe.attention import attend, flex, key_bound
+from grape_pe.attention.flex import _slopes
 from grape_pe.attention.pruning import record_pruning
 from grape_pe.bias import Bias, SlopeBias, SlopeTerm
 
@@ -133,6 +133,19 @@ def test_scales_that_are_not_positive(dtype, scale):
     for queries, impl in ((70, "auto"), (70, "blocks"), (3, "decode")):
         for bias in (None, alibi(queries, 70)):
             check(drawn(queries, 70, dtype), impl, bias, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, *HALF))
+@pytest.mark.parametrize("batch", (slice(0, 1), slice(0, 2)))
+def test_one_query_and_many_keys(dtype, batch):
+    """As matrix products, for the first keys of a larger storage and with fewer key heads."""
+    for kv_heads in (2, 4):
+        q, k, v = (x[batch] for x in drawn(1, 2300, dtype, kv_heads))
+        k, v = k[:, :, :2100], v[:, :, :2100]
+        for bias in (None, alibi(1, 2100), alibi(1, 2100, rate=0.01)):
+            for scale in (0.3, -0.3):
+                check((q, k, v), "decode", bias, scale=scale)
+                check((q, k, v), "decode", bias, scale=scale, key_bound=key_bound(k))
 
 
 def test_gradients_at_a_negative_scale():
@@ -266,9 +279,22 @@ def test_flex_stays_compiled_beyond_the_limit(compiled_anew, monkeypatch):
 
 
 def test_an_infinite_coordinate_has_no_low_part():
-    q, k, _ = drawn(4, 4)
     c = torch.tensor([0.0, 1e6 + 1e-6, -math.inf, math.inf], dtype=torch.float64).view(1, 1, -1)
-    high_q, low_q, high_k, low_k, *_ = _captured(SlopeTerm(c, c, torch.ones(1, 4, 1)), q, k)
-    for high, low in ((high_q, low_q), (high_k, low_k)):
-        assert torch.equal(high[0, 0, :4].isinf(), torch.tensor([False, False, True, True]))
-        assert low[0, 0, 1] != 0 and (low[0, 0, 2:4] == 0).all()
+    score = _slopes(SlopeBias((SlopeTerm(c, c, torch.ones(1, 4, 1)),)))
+    for side in (score.query, score.key):
+        high, low = side["high0"][0, 0], side["low0"][0, 0]
+        assert torch.equal(high.isinf(), torch.tensor([False, False, True, True]))
+        assert low[1] != 0 and (low[2:] == 0).all()
+
+
+def test_the_first_keys_are_read_when_they_matter():
+    """A bias that is largest at the first key: its keys are not a whole chunk of those that are skipped together."""
+    q, k, v = (torch.randn(1, 4, n, 16, generator=torch.Generator().manual_seed(n)) for n in (1, 2100, 2101))
+    v = v[:, :, :2100]
+    c = torch.arange(2100.0, dtype=torch.float64).view(1, 1, -1)
+    rate = torch.full((1, 4, 2100), 0.5)
+    rate[..., 0] = 0.0
+    bias = SlopeBias((SlopeTerm(c[..., -1:], c, None, rate),))
+    bound = k.norm(dim=-1).amax(-1)
+    got = attend(q, k, v, bias=bias, key_bound=bound, impl="decode")
+    torch.testing.assert_close(got, attend(q, k, v, bias=bias, impl="reference"))

@@ -93,8 +93,7 @@ def test_coordinates_keep_the_digits_of_float64():
     bias = BIASES["fox"]({**i, "c_q": i["c_q"] + 1e6, "c_k": i["c_k"] + 1e6})
     score = _slopes(bias)
     assert all(x.dtype == torch.float32 for x in score.tensors().values())
-    query, key = (
-        {name: x[..., at] for name, x in side.items()} for side, at in ((score.query, 3), (score.key, 0))
-    )
-    apart = score.function(None, None, {**query, "rate0": 1.0}, key)
+    (query, key), rate = (score.query, score.key), {"rate0": torch.ones(())}
+    mine = {name: query[name][..., 3] for name in ("high0", "low0")}
+    apart = score.function(None, None, {**mine, **rate}, {name: key[name][..., 0] for name in mine})
     torch.testing.assert_close(apart.double(), i["c_k"][..., 0] - i["c_q"][..., 3], atol=1e-6, rtol=1e-6)

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from attention_cases import inputs, one_thread  # noqa: F401
 from grape_pe.attention import attend, flex
-from grape_pe.bias import ScoreBias
+from grape_pe.bias import ScoreBias, TileBias
 
 
 def own(t: Tensor, j: Tensor, query: dict[str, Tensor], key: dict[str, Tensor]) -> Tensor:
@@ -68,3 +68,63 @@ def test_flex_takes_the_same_function(monkeypatch):
 def test_it_needs_features():
     with pytest.raises(ValueError, match="needs a feature"):
         ScoreBias(own, {}, {"far": torch.zeros(1, 1, 4)})
+
+
+def radial(rows: slice, cols: slice, query: dict[str, Tensor], key: dict[str, Tensor]) -> Tensor:
+    return -(query["x"][:, :, rows].unsqueeze(-1) - key["x"][:, :, cols].unsqueeze(-2)).abs()
+
+
+@pytest.mark.parametrize("impl", ("reference", "blocks", "flex"))
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_number_for_each_head_beside_a_feature_of_tokens(impl, monkeypatch):
+    """More than one block of queries: a feature of length 1 must not be cut with the queries."""
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    qkv, _ = case(150, False)
+    slope, x = torch.tensor([0.1, 0.2, 0.3, 0.4]).view(1, 4, 1), torch.arange(150.0).view(1, 1, -1)
+
+    def function(t: Tensor, j: Tensor, query: dict[str, Tensor], key: dict[str, Tensor]) -> Tensor:
+        return -query["slope"] * (query["x"] - key["x"]).abs()
+
+    shared = ScoreBias(function, {"slope": slope, "x": x}, {"x": x})
+    whole = ScoreBias(function, {"slope": slope.expand(1, 4, 150), "x": x}, {"x": x})
+    torch.testing.assert_close(
+        attend(*qkv, bias=shared, impl=impl), attend(*qkv, bias=whole, impl="reference")
+    )
+
+
+@pytest.mark.parametrize("impl", ("reference", "blocks"))
+def test_a_function_may_return_a_number(impl):
+    qkv, _ = case(150, False)
+    x = torch.zeros(1, 1, 150)
+    bias = ScoreBias(lambda t, j, query, key: 0.0, {"x": x}, {"x": x})
+    torch.testing.assert_close(attend(*qkv, bias=bias, impl=impl), attend(*qkv))
+
+
+@pytest.mark.parametrize("kind", (ScoreBias, TileBias))
+@pytest.mark.parametrize("feature", (torch.zeros(150), 0.5), ids=("1-D", "number"))
+def test_features_are_tensors_of_tokens(kind, feature):
+    with pytest.raises(ValueError, match=r"query feature 'x' of a .*Bias must be a tensor"):
+        kind(own, {"x": feature}, {"x": torch.zeros(1, 1, 150)})
+
+
+@pytest.mark.parametrize("impl", ("reference", "blocks"))
+@pytest.mark.parametrize("kind", (ScoreBias, TileBias))
+def test_features_of_another_batch_are_refused(kind, impl):
+    """They would broadcast, and the output would have the batch of the bias."""
+    (q, k, v), _ = case(150, False)
+    function = radial if kind is TileBias else lambda t, j, query, key: query["x"] - key["x"]
+    bias = kind(function, {"x": torch.zeros(3, 1, 150)}, {"x": torch.zeros(1, 1, 150)})
+    with pytest.raises(ValueError, match=r"query\.x of the bias must be of shape"):
+        attend(q[:1], k[:1], v[:1], bias=bias, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ("reference", "blocks"))
+def test_tiles_of_a_wrong_shape_are_refused(impl):
+    (q, k, v), _ = case(150, False)
+    x = {"x": torch.zeros(1, 1, 150)}
+    wide = TileBias(lambda rows, cols, query, key: torch.zeros(2, 1, 150, 3), x, x)
+    with pytest.raises(ValueError, match="the function of a TileBias must return"):
+        attend(q, k, v, bias=wide, impl=impl)
+    batch = TileBias(lambda *a: radial(*a).expand(3, -1, -1, -1), x, x)
+    with pytest.raises(ValueError, match="the bias must broadcast to"):
+        attend(q[:1], k[:1], v[:1], bias=batch, impl=impl)

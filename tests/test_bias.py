@@ -197,6 +197,22 @@ def test_probes_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     torch.testing.assert_close(mixed.dense(), path.dense(), atol=TOL["float32"], rtol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.long])
+@pytest.mark.parametrize("kind", ["gated", "path"])
+def test_rates_and_probes_that_are_not_float32_are_computed_in_float32(kind: str, dtype: torch.dtype) -> None:
+    """Else a distance of 1000 is rounded by up to 4 in bfloat16, and a coordinate to an integer by rates of int64."""
+    narrow = ("0.rate_q", "0.rate_k", "probe_q", "probe_k", "rate")
+    bias = build(kind, 1, 1000)
+    tensors = {name: (4 * x).to(dtype) for name, x in bias.tensors().items() if name in narrow}
+    if kind == "gated":
+        tensors["0.c_q"] = bias.tensors()["0.c_q"] + 0.25
+    low = bias.replaced(tensors)
+    exact = bias.replaced({name: x.double() for name, x in tensors.items()}).dense()
+    assert exact is not None
+    for got in (low.dense(), low.row(1000)):
+        assert got is not None and (got.double() - exact).norm() < 1e-5 * exact.norm()
+
+
 def test_no_bias_fits_everything() -> None:
     none = NoBias()
     assert none.tile(slice(0, 3), slice(2, 5)) is None and none.dense() is None

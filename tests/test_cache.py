@@ -394,3 +394,23 @@ def test_bad_settings_and_lost_history_are_named():
     data = testing.sample(enc)
     with pytest.raises(ValueError, match="KV-shift reads"):
         shifted.append(data.q, data.k, data.v)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@torch.no_grad()
+def test_skipping_keys_is_exact_with_any_number_of_threads(threads, monkeypatch):
+    """Heads that are attended together read from the first key that any of them needs."""
+    torch.manual_seed(0)
+    heads, count = 5, 2300
+    enc = grape.build("alibi", heads=heads, head_dim=8)
+    q, k, v = (torch.randn(1, heads, count, 8) for _ in range(3))
+    cache = grape.StreamingCache(enc)
+    cache.append(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with grape.record_pruning() as report:
+        got = cache.attend(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:])
+    assert report.fraction > 0.1
+    code = enc(q, k)
+    bias = code.bias.queries(slice(count - 1, count))
+    want = grape.attend(code.q[:, :, -1:], code.k, v, bias=bias, impl="reference")
+    torch.testing.assert_close(got, want, rtol=testing.TOL[torch.float32], atol=testing.TOL[torch.float32])

@@ -7,7 +7,7 @@ import torch
 
 import grape_pe as grape
 from grape_pe import testing
-from grape_pe.cache.stream import norm_bound
+from grape_pe.attention import key_bound
 from grape_pe.layers import KVShift
 
 WIDTH, DIM, KV = 5, 8, 2
@@ -209,7 +209,7 @@ def test_the_key_bound_is_an_upper_bound(dtype):
     for scale in (1e-30, 1.0, 1e4):
         k = (scale * torch.randn(2, 3, 500, 64, generator=generator, dtype=torch.float64)).to(dtype)
         exact = k.double().norm(dim=-1).amax(-1)
-        bound = norm_bound(k)
+        bound = key_bound(k)
         assert (bound.double() >= exact).all()
         assert ((bound.double() <= exact * 1.001 + 1e-17) | bound.isinf()).all()
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from grape_pe import cli
-from grape_pe.attention.gpu import child, store, verdict
-from grape_pe.attention.gpu.child import Verdict
+from grape_pe.attention.gpu import store, verdict
+from grape_pe.attention.gpu.verdict import Verdict
 from grape_pe.commands import doctor
 from grape_pe.commands.doctor import checks, machine, text
 
@@ -80,6 +80,28 @@ def test_scrub(monkeypatch: pytest.MonkeyPatch):
         "alice@node7: cannot open '/home/alice/.cache/x.so': C:\\Users\\alice gone; ratio 1/2"
     )
     assert said == "<name>@<name>: cannot open '<path>': <path> gone; ratio 1/2"
+    assert machine.scrub("[Errno 13] '/home/alice/my own files/x', 'b'") == "[Errno 13] '<path>', 'b'"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch):
+    """A container may run as a number that the password file does not know."""
+
+    def unknown() -> Any:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("GRAPE_PE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    assert machine.scrub("cannot open '/x/y'") == "cannot open '<path>'"
+    assert machine.cache()["usable"] is False
+
+
+def test_a_compiler_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "g++").write_bytes(b"\0\0\0\0")
+    (tmp_path / "g++").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = machine.compiler()
+    assert said is not None and "g++, which does not run" in said and str(tmp_path) not in said
 
 
 # What is broken is found
@@ -114,8 +136,9 @@ def test_a_kernel_that_does_not_build_is_a_problem(monkeypatch: pytest.MonkeyPat
     def fails() -> str:
         import warnings
 
-        warnings.warn("could not build: /usr/lib/x.h is missing", stacklevel=1)
-        return "no C++ compiler could build it"
+        reason = "could not build: /usr/lib/x.h is missing"
+        warnings.warn(f"there is no kernel: {reason}", stacklevel=1)
+        return reason
 
     monkeypatch.setattr(machine.build, "why_not", fails)
     code, said = run_with(monkeypatch, capsys, [ROW])
@@ -127,7 +150,7 @@ def test_a_kernel_that_does_not_build_is_a_problem(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_crashes_is_not_run_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "implementations", lambda: ["cpu"])
     monkeypatch.setattr(checks, "why_not", lambda *_: None)
-    monkeypatch.setattr(child, "run", lambda description: Verdict(False, "it ended with SIGILL"))
+    monkeypatch.setattr(verdict, "run", lambda description: Verdict(False, "it ended with SIGILL"))
     monkeypatch.setattr(checks.check, "safely", lambda problem: pytest.fail("ran a kernel that crashes"))
     found = list(checks.rows("cpu", checks.plan("cpu", "quick"), lambda text: None))
     assert {(row.status, row.reason) for row in found} == {("failed", "it ended with SIGILL")}

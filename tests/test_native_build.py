@@ -133,9 +133,10 @@ def test_without_a_compiler_one_warning_says_what_to_do(cache: Path, ask: Ask, m
     for words in ("slower", "apt install g++", "GRAPE_PE_NATIVE=0"):
         assert words in said
     assert not cache.exists()
-    monkeypatch.setenv("GRAPE_PE_NATIVE", "0")
-    there, why, said = ask()
-    assert not there and "GRAPE_PE_NATIVE=0" in why and said == ""
+    for off in ("0", "off"):
+        monkeypatch.setenv("GRAPE_PE_NATIVE", off)
+        there, why, said = ask()
+        assert not there and "GRAPE_PE_NATIVE=0" in why and said == ""
 
 
 def test_attend_works_and_explains_without_a_compiler(ask: Ask):
@@ -153,7 +154,10 @@ def test_attend_works_and_explains_without_a_compiler(ask: Ask):
     [
         ('[ "$1" = --version ] || { echo "no such header" >&2; exit 1; }', "failed: no such header"),
         ("exit 3", "g++ failed"),
-        ('for last; do :; done; [ "$1" = --version ] || echo junk > "$last"; : > tiles.o', "does not load"),
+        (
+            'for last; do :; done; [ "$1" = --version ] || { echo junk > "$last"; : > tiles.o; }',
+            "does not load",
+        ),
     ],
     ids=["an error", "not even a version", "a library that does not load"],
 )
@@ -178,6 +182,17 @@ def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path, ask: Ask,
     monkeypatch.setenv("GRAPE_PE_CACHE", str(tmp_path / "file" / "cache"))
     there, why, _ = ask()
     assert not there and "GRAPE_PE_CACHE" in why and "Not a directory" in why and "compiler" not in why
+
+
+@pytest.mark.parametrize(
+    "given, meant", [("~/kept", "/home/alice/kept"), ("kept", "/work/kept"), (".", "/work")]
+)
+def test_the_folder_is_absolute(monkeypatch, given: str, meant: str):
+    """A library without a folder in its name would be searched for elsewhere."""
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setattr(os, "getcwd", lambda: "/work")
+    monkeypatch.setenv("GRAPE_PE_CACHE", given)
+    assert build.cache_directory() == Path(meant)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])

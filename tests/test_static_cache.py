@@ -31,6 +31,7 @@ KINDS = [
 MIXED = ["grape-m@w3", "grape-m@w5", "grape-a-qk"]
 ADAPTED = ["grape-m", "rope+fox", "rope+grape-a-qk", "rope+grape-ap"]
 V = 61
+NEAR = {"rtol": TOL[torch.float32], "atol": TOL[torch.float32]}
 
 
 def small(encoding="rope", layers=2, **options):
@@ -77,7 +78,7 @@ def generate(model, ids, count=8, **options):
 
 def same(got, want):
     assert torch.equal(got[0], want[0])
-    torch.testing.assert_close(got[1], want[1], rtol=TOL[torch.float32], atol=TOL[torch.float32])
+    torch.testing.assert_close(got[1], want[1], **NEAR)
 
 
 def compiled(backend="eager"):
@@ -190,7 +191,7 @@ def test_padding_anywhere_and_pieces_of_any_length(name):
             parts.append(model(ids[:, first:last], **given).logits)
             assert cache.get_seq_length() == last
     shown = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, 1)[shown], want[shown], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1)[shown], want[shown], **NEAR)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -235,7 +236,7 @@ def test_selected_and_repeated_sequences():
             layer.batch_select_indices(torch.tensor([False, True, True, True]))
             layer.reorder_cache(torch.tensor([2, 1, 0]))
         got = model(ids[[1, 1, 0], :1], past_key_values=cache).logits
-    torch.testing.assert_close(got, want[[1, 1, 0]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, want[[1, 1, 0]], **NEAR)
 
 
 def test_refused_by_name():
@@ -277,4 +278,4 @@ def test_what_only_values_show_is_refused_too(compile_it):
         gap = step(ids[:, :1], position_ids=torch.tensor([[11]]), past_key_values=filled(model, ids)).logits
         positions = torch.tensor([[*range(9), 11]])
         want = model(torch.cat([ids, ids[:, :1]], 1), position_ids=positions).logits[:, -1:]
-    torch.testing.assert_close(gap, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gap, want, **NEAR)

@@ -135,7 +135,7 @@ def test_a_removed_barrier_is_found_in_our_kernels() -> None:
 
 def test_lengths_compile_one_set_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten lengths and windows: the compiler sees the same signatures."""
-    monkeypatch.setattr(gpu, "_choose", lambda make, candidates, arch: candidates[0])
+    monkeypatch.setattr(gpu, "_choose", lambda make, candidates, *_: candidates[0])
     monkeypatch.setattr(gpu, "_chosen", {})
 
     def kinds(length: int) -> set[str]:

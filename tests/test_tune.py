@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("triton")
 
 from grape_pe import cli
-from grape_pe.attention.gpu import api, check, child, launch, store, tune, verdict
+from grape_pe.attention.gpu import api, check, launch, store, tune, verdict
 from grape_pe.attention.gpu import compile as gpu
-from grape_pe.attention.gpu.child import Verdict
 from grape_pe.attention.gpu.compile import Tile, Usage
-from grape_pe.attention.gpu.device import Device
-from grape_pe.commands.doctor import checks, machine, tiles
+from grape_pe.attention.gpu.store import Device
+from grape_pe.attention.gpu.verdict import Verdict
+from grape_pe.commands.doctor import checks, machine
 
 GPU = Device("Fake GPU", (9, 0), "555.42")
 CASE = store.Case("bfloat16", 64, 64, "slope", ())
@@ -63,11 +63,11 @@ def children(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any
         given.append(description)
         return answer(description)
 
-    monkeypatch.setattr(child, "run", run)
+    monkeypatch.setattr(verdict, "run", run)
     return given
 
 
-def tuned(device: str = "cuda") -> tune.Tuning:
+def tuned(device: str = "cuda") -> Verdict:
     return tune.tune(torch.device(device), CASE)
 
 
@@ -322,16 +322,16 @@ def test_the_report_shows_every_time(monkeypatch: pytest.MonkeyPatch, capsys: py
     shown = [{"name": "Fake GPU", "capability": "9.0", "driver": "555.42", "memory_gib": 80.0,
               "multiprocessors": 132, "shared_memory_kib": 228}]  # fmt: skip
     monkeypatch.setattr(machine, "gpus", lambda: shown)
-    monkeypatch.setattr(tiles, "why_not_device", lambda *_: None)
-    found = tune.Tuning(None, COLUMNS[1], times(0.003, 0.001, 0.002, 0.004))
+    monkeypatch.setattr(checks, "why_not_device", lambda *_: None)
+    found = Verdict(True, None, times=times(0.003, 0.001, 0.002, 0.004), tiles=COLUMNS[1])
     monkeypatch.setattr(tune, "tune", lambda *_: found)
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
     assert code == 0 and "cuda:0, bfloat16, heads of 64, bias slope" in said
     assert "forward_kernel 128x64/8/3 3.000   128x32/8/3 1.000*   128x16/8/2 2.000   64x16/4/1 4.000" in said
-    monkeypatch.setattr(tune, "tune", lambda *_: tune.Tuning("no tile passed its check: /x/y broke"))
+    monkeypatch.setattr(tune, "tune", lambda *_: Verdict(False, "no tile passed its check: /x/y broke"))
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
     assert code == 1 and "nothing kept. no tile passed its check: <path> broke" in said
-    monkeypatch.setattr(tiles, "why_not_device", lambda *_: "triton is not installed")
+    monkeypatch.setattr(checks, "why_not_device", lambda *_: "triton is not installed")
     code, said = doctor(monkeypatch, capsys, ["cuda:0"])
     assert code == 0 and "nothing kept. triton is not installed" in said
 
@@ -340,5 +340,5 @@ def test_a_real_child_times_nothing_it_cannot_run(monkeypatch: pytest.MonkeyPatc
     """On a machine without a GPU the child refuses, and nothing is kept."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     problem = check.Problem("triton", "cpu", "bfloat16", 64, 64, "slope", tokens=40)
-    found = child.run({**asdict(problem), "columns": COLUMNS[:1]})
+    found = verdict.run({**asdict(problem), "columns": COLUMNS[:1]})
     assert not found.ok and "impl='triton'" in (found.reason or "")

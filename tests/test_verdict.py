@@ -16,9 +16,9 @@ import torch
 
 import grape_pe as grape
 from grape_pe.attention import attend
-from grape_pe.attention.gpu import check, child, store, verdict
-from grape_pe.attention.gpu.child import Verdict
-from grape_pe.attention.gpu.device import Device, release
+from grape_pe.attention.gpu import check, store, verdict
+from grape_pe.attention.gpu.store import Device, release
+from grape_pe.attention.gpu.verdict import Verdict
 
 GPU = Device("Fake GPU", (9, 0), "555.42")
 GOOD = Verdict(True, None, {"out": {"error": 1e-7, "dense": 1e-7, "allowed": 1e-5}})
@@ -55,7 +55,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(child, "command", lambda: [sys.executable, "-S", "-c", script])
+    monkeypatch.setattr(verdict, "command", lambda: [sys.executable, "-S", "-c", script])
 
 
 def ask(bias: str = "slope", masks: tuple[str, ...] = ("causal",), q: torch.Tensor = Q) -> str | None:
@@ -120,7 +120,7 @@ def test_a_child_that_ends_badly(script: str, says: str, kept: bool, monkeypatch
 
 
 def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(child, "command", lambda: ["/no/such/python"])
+    monkeypatch.setattr(verdict, "command", lambda: ["/no/such/python"])
     with pytest.warns(UserWarning, match="could not start"):
         assert "could not start" in (ask() or "")
     assert verdict.stored(GPU, CASE) is None
@@ -131,7 +131,7 @@ def test_a_hang_is_ended_with_all_its_processes(monkeypatch: pytest.MonkeyPatch,
     grandchild = "import subprocess, sys; other = subprocess.Popen(['sleep', '300']); "
     script = f"{grandchild} open({str(tmp_path / 'pid')!r}, 'w').write(str(other.pid)); other.wait()"
     use(monkeypatch, script)
-    monkeypatch.setattr(child, "LIMIT", 1.0)
+    monkeypatch.setattr(verdict, "LIMIT", 1.0)
     start = time.monotonic()
     with pytest.warns(UserWarning, match="did not end within 1 seconds"):
         assert "did not end" in (ask() or "")
@@ -162,6 +162,9 @@ def test_triton_on_and_off_need_no_check(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(ValueError, match=r"GRAPE_TRITON must be one of check, on, off; got 'maybe'"):
         ask()
     assert runs(tmp_path) == []
+    monkeypatch.setenv("GRAPE_TRITON", "")  # as if not set
+    ask()
+    assert len(runs(tmp_path)) == 1
 
 
 # What is stored
@@ -238,6 +241,14 @@ def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch):
     assert store.folder() is None and verdict.stored(GPU, CASE) is None
 
 
+def test_without_a_home_directory_nothing_is_stored(monkeypatch: pytest.MonkeyPatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(store, "cache_directory", no_home)
+    assert store.folder() is None and verdict.stored(GPU, CASE) is None
+
+
 def test_head_sizes_are_padded_as_the_kernels_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     sizes = {0: 16, 1: 16, 16: 16, 17: 32, 64: 64, 65: 128, 256: 256}
     assert {size: verdict.padded(size) for size in sizes} == sizes
@@ -275,7 +286,7 @@ def test_processes_that_start_together_check_once(monkeypatch: pytest.MonkeyPatc
 def test_a_lock_that_is_never_free_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from filelock import FileLock
 
-    monkeypatch.setattr(child, "LIMIT", 0.02)
+    monkeypatch.setattr(verdict, "LIMIT", 0.02)
     with FileLock(tmp_path / "check.lock"):
         found = verdict.check(torch.device("cpu"), CASE)
     assert not found.ok and not found.conclusive and "another process" in (found.reason or "")
@@ -400,7 +411,7 @@ def test_no_memory_says_nothing_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
 def test_the_child_process_itself(monkeypatch: pytest.MonkeyPatch):
     """The command line as it is, on a computation that every machine has."""
     monkeypatch.undo()
-    found = child.run(asdict(problem()))
+    found = verdict.run(asdict(problem()))
     assert found.ok and found.seconds > 0 and found.errors["out"]["error"] < 1e-5
 
 
@@ -411,7 +422,7 @@ def test_the_kernels_themselves_interpreted(dtype: str, bias: str, monkeypatch: 
     monkeypatch.undo()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     given = problem(impl="triton", dtype=dtype, bias=bias, masks=("causal", "documents"))
-    found = child.run(asdict(given))
+    found = verdict.run(asdict(given))
     assert found.ok, found.reason
 
 
@@ -436,3 +447,7 @@ def test_auto_asks_before_it_takes_triton(monkeypatch, verdict_of_check):
     assert asked[0] == ("slope", ("causal", "window"))
     assert verdict_of_check is None or told.why_not["triton"] == verdict_of_check
     assert attend.explain(q, q, q, bias=bias, impl="triton").impl == "triton"
+    asked.clear()
+    monkeypatch.setattr(module, "_preference", lambda call: (["blocks", "triton"], "a fake GPU"))
+    assert attend.explain(q, q, q, bias=bias).why_not["triton"] == "less preferred here"
+    assert asked == []  # a check takes minutes, and this call does not depend on it

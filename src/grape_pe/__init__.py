@@ -16,7 +16,7 @@ from torch import nn
 
 from . import bias, encodings, groups
 from .attention import attend, record_pruning
-from .bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
+from .bias import Bias, NoBias, PathBias, ScoreBias, SlopeBias, SlopeTerm, SumBias, TileBias
 from .cache import StreamingCache
 from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layout, names, register
 from .layers import Attention
@@ -43,6 +43,7 @@ __all__ = [
     "HeadShape",
     "NoBias",
     "PathBias",
+    "ScoreBias",
     "SlopeBias",
     "SlopeTerm",
     "StreamingCache",

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .groups import PlaneRotation
-from .precision import exact_dtype, without_autocast
+from .precision import exact_dtype, without_autocast, working_dtype
 
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
@@ -177,6 +177,16 @@ def _check_tail(what: str, part: slice, length: int | None) -> None:
         )
 
 
+def _of_rows(x: Tensor, rows: slice) -> Tensor:
+    """(B|1, H|1, T|1) at these queries."""
+    return x if x.shape[2] == 1 else x[:, :, rows]
+
+
+def _wide(rate: Tensor) -> Tensor:
+    """At least float32: a distance of 1000 is rounded by up to 4 in bfloat16."""
+    return rate.to(working_dtype(rate.dtype))
+
+
 def _join(first: Tensor, second: Tensor) -> Tensor:
     """Along tokens; a trace shared by the batch or the heads is expanded when the other is not."""
     lead = torch.broadcast_shapes(first.shape[:2], second.shape[:2])
@@ -269,24 +279,23 @@ class SlopeTerm(Bias):
         offset = self.c_k[:, :, cols].unsqueeze(-2) - self.c_q[:, :, rows].unsqueeze(-1)
         rate: Tensor | float = 0.0
         if self.rate_q is not None:
-            same_for_all = self.rate_q.shape[2] == 1
-            rate = rate + (self.rate_q if same_for_all else self.rate_q[:, :, rows]).unsqueeze(-1)
+            rate = rate + _wide(_of_rows(self.rate_q, rows)).unsqueeze(-1)
         if self.rate_k is not None:
-            rate = rate + self.rate_k[:, :, cols].unsqueeze(-2)
+            rate = rate + _wide(self.rate_k[:, :, cols]).unsqueeze(-2)
         assert isinstance(rate, Tensor)
         return rate * offset.to(rate.dtype)
 
     def row(self, keys: int) -> Tensor:
         rate = self.rate_k if self.rate_q is None else self.rate_q
         assert rate is not None
+        rate = _wide(rate)
         if self.rate_q is not None and self.rate_k is not None:
             rate = rate + self.rate_k
         return (rate * (self.c_k - self.c_q).to(rate.dtype)).unsqueeze(2)
 
 
-def _total(tiles: list[Tensor | None]) -> Tensor:
-    some = [tile for tile in tiles if tile is not None]
-    return sum(some[1:], some[0])
+def _plus(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first + second
 
 
 class _Compound(Bias):
@@ -300,10 +309,20 @@ class _Compound(Bias):
         return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        return _total([part.tile(rows, cols) for part in self.members()])
+        total = None
+        for (
+            part
+        ) in self.members():  # a comprehension would make the lengths of a slice constants in torch.compile
+            total = _plus(total, part.tile(rows, cols))
+        assert total is not None
+        return total
 
     def row(self, keys: int) -> Tensor:
-        return _total([part.row(keys) for part in self.members()])
+        total = None
+        for part in self.members():
+            total = _plus(total, part.row(keys))
+        assert total is not None
+        return total
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         for part in self.members():
@@ -400,7 +419,7 @@ class PathBias(Bias):
         shift = self.probe_k.shape[2] - self.probe_q.shape[2]
         first, last = cols.start + 1, max(rows.stop + shift, cols.stop + 1)
         probes = self.probe_k[:, :, first:last]
-        wide = torch.promote_types(self.probe_q.dtype, probes.dtype)
+        wide = working_dtype(torch.promote_types(self.probe_q.dtype, probes.dtype))
         with without_autocast(probes):
             z = self.probe_q[:, :, rows].to(wide) @ probes.transpose(-1, -2).to(wide) / probes.shape[-1]
         token = torch.arange(first, first + probes.shape[2], device=z.device)
@@ -414,10 +433,11 @@ class PathBias(Bias):
         return self.rate.unsqueeze(-1) * total.to(z.dtype).repeat_interleave(repeat, 1)
 
     def row(self, keys: int) -> Tensor:
-        probe, probes = self.probe_q / self.probe_q.shape[-1], self.probe_k[:, :, 1:]
-        wide = torch.promote_types(probe.dtype, probes.dtype)
+        probes = self.probe_k[:, :, 1:]
+        wide = working_dtype(torch.promote_types(self.probe_q.dtype, probes.dtype))
+        probe = self.probe_q.to(wide) / self.probe_q.shape[-1]
         with without_autocast(probes):
-            edge = LINKS[self.link](probe.to(wide) @ probes.transpose(-1, -2).to(wide))
+            edge = LINKS[self.link](probe @ probes.transpose(-1, -2).to(wide))
         # from the right, as in `tile`: the edges after each key
         total = F.pad(edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide), (0, 1))
         repeat = self.rate.shape[1] // total.shape[1]
@@ -431,6 +451,36 @@ class _Features(Bias):
     function: Callable[..., Tensor]
     query: Mapping[str, Tensor]
     key: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        for side, features in (("query", self.query), ("key", self.key)):
+            for name, x in features.items():
+                if not isinstance(x, Tensor) or x.dim() < 3:
+                    got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                    raise ValueError(
+                        f"{side} feature {name!r} of a {type(self).__name__} must be a tensor of shape "
+                        f"(B|1, H|1, T, …), got {got}"
+                    )
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        super().check(batch, heads, queries, keys)
+        for tensors, tokens in ((self.views(), (1, queries)), (self.traces(), (keys,))):
+            for name, x in tensors.items():
+                _check_tensor(name, x, (1, batch), *self._shape(x, heads, tokens))
+
+    def _shape(self, x: Tensor, heads: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Sizes allowed after the batch; a function of tiles may group the heads as it likes."""
+        return [(x.shape[1],), tokens, *((size,) for size in x.shape[3:])]
+
+    def _checked(self, tile: Tensor, rows: slice, cols: slice) -> Tensor:
+        for size, part in zip(tile.shape[-2:], (rows, cols), strict=False):
+            if tile.dim() > 4 or not (size == 1 or size == part.stop - part.start):
+                raise ValueError(
+                    f"the function of a {type(self).__name__} must return (B|1, H|1, {rows.stop - rows.start}, "
+                    f"{cols.stop - cols.start}) for the queries {rows.start}:{rows.stop} and the keys "
+                    f"{cols.start}:{cols.stop}, got {tuple(tile.shape)}"
+                )
+        return tile
 
     def views(self) -> dict[str, Tensor]:
         return {f"query.{name}": tensor for name, tensor in self.query.items()}
@@ -461,7 +511,7 @@ class TileBias(_Features):
     def tile(self, rows: slice, cols: slice) -> Tensor:
         tensors = [*self.query.values(), *self.key.values()]
         with without_autocast(tensors[0]) if tensors else contextlib.nullcontext():
-            tile = self.function(rows, cols, self.query, self.key)
+            tile = self._checked(self.function(rows, cols, self.query, self.key), rows, cols)
         return tile if self.scale is None else self.scale * tile
 
     def at_scale(self, scale: float) -> TileBias:
@@ -473,9 +523,9 @@ class ScoreBias(_Features):
     """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
 
     `t` and `j` are the indices of the query's and the key's token, integer tensors; `query` and `key` are numbers of
-    those tokens by name, each given as a (B|1, H|1, T) tensor. The function must be elementwise torch code that
-    broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles it for one pair at a time. Either side needs
-    at least one feature, which tells the number of its tokens.
+    those tokens by name, each given as a (B|1, H|1, T) tensor, for queries also (B|1, H|1, 1) beside one of T. The
+    function must be elementwise torch code that broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles
+    it for one pair at a time. Either side needs at least one feature, which tells the number of its tokens.
     """
 
     function: ScoreFunction
@@ -483,15 +533,22 @@ class ScoreBias(_Features):
     def __post_init__(self) -> None:
         if not self.query or not self.key:
             raise ValueError("a ScoreBias needs a feature (B|1, H|1, T) of queries and one of keys; got none")
+        super().__post_init__()
+
+    def _shape(self, x: Tensor, heads: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(1, heads), tokens]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         device = next(iter(self.key.values())).device
         shift = (self.key_length or 0) - (self.query_length or 0)
         t = torch.arange(rows.start + shift, rows.stop + shift, device=device).view(1, 1, -1, 1)
         j = torch.arange(cols.start, cols.stop, device=device).view(1, 1, 1, -1)
-        query = {name: x[:, :, rows].unsqueeze(-1) for name, x in self.query.items()}
+        query = {name: _of_rows(x, rows).unsqueeze(-1) for name, x in self.query.items()}
         key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
-        return self.function(t, j, query, key).expand(-1, -1, t.shape[2], j.shape[3])
+        tile = torch.as_tensor(self.function(t, j, query, key), device=device)
+        return self._checked(tile[(None,) * (4 - tile.dim())], rows, cols).expand(
+            -1, -1, t.shape[2], j.shape[3]
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,8 +97,9 @@ def _runs(checked: Callable[Options, Call]) -> _Attend[Options]:
         """Which implementation the same call of `attend` would take, and why; nothing is computed."""
         return checked(*args, **kwargs).explanation()
 
-    returns = Tensor | tuple[Tensor, Tensor]
-    attend.__signature__ = inspect.signature(checked).replace(return_annotation=returns)  # type: ignore[attr-defined]
+    signature, returns = inspect.signature(checked), Tensor | tuple[Tensor, Tensor]
+    attend.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
+    explain.__signature__ = signature.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
     attend.explain = explain  # type: ignore[attr-defined]
     return cast("_Attend[Options]", attend)
 
@@ -183,9 +184,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point() or q.dtype.itemsize < 2:
         raise TypeError(
-            f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them"
+            "q, k and v must share a floating dtype of at least 16 bits, "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them"
         )
     check_devices(q, {"k": k, "v": v})
 
@@ -267,11 +269,17 @@ class Call:
         attend = IMPLEMENTATIONS[self.choose()].attend
         with without_autocast(self.q):
             out, lse = attend(self.q, self.k, self.v, self.bias, self.masks, self.scale, self.prune)
+        if out.shape != (*self.q.shape[:3], self.v.shape[-1]):
+            raise ValueError(
+                f"the bias must broadcast to (B, H, Tq, Tk) = ({self.q.shape[0]}, {self.q.shape[1]}, "
+                f"{self.q.shape[2]}, {self.k.shape[2]}), but made an output of shape {tuple(out.shape)}"
+            )
         return (out, lse) if self.return_lse else out
 
     def explanation(self) -> Explanation:
         chosen = self.choose()
         why = _preference(self)[1] if self.impl == "auto" else "asked for by name"
+        self.impl = chosen  # with "auto" the question why not Triton would start its check on the device
         others = [name for name in IMPLEMENTATIONS if name != chosen]
         return Explanation(
             chosen, why, {name: self.why_not(name) or "less preferred here" for name in others}

@@ -69,7 +69,10 @@ def _softmax(logits: Tensor, masks: Masks, rows: slice, cols: slice) -> tuple[Te
         logits = logits.masked_fill(hidden, float("-inf"))
     if masks.plain:  # every query sees a key
         weights = logits.softmax(-1)
-        return weights, logits.amax(-1) - weights.amax(-1).log()
+        if not logits.requires_grad:
+            return weights, logits.amax(-1) - weights.amax(-1).log()
+        top, key = logits.max(-1, keepdim=True)  # of one key: weights may tie where logits do not
+        return weights, (top - weights.gather(-1, key).log()).squeeze(-1)
     blind = hidden.all(-1, keepdim=True)
     logits = logits.masked_fill(blind, 0.0)
     weights = logits.softmax(-1).masked_fill(blind, 0.0)

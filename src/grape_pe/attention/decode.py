@@ -17,6 +17,7 @@ from .sdpa import sdpa
 
 FEW = 16  # queries: beyond this a tile kernel is faster, and a row would no longer be small
 WORTH = 2048  # keys: below this reading them all is cheaper than asking which to skip
+CHUNK = 64  # keys that are read or skipped together
 
 
 def why_not_decode(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
@@ -102,20 +103,42 @@ def _attend_rows(
     group, heads = q.shape[1] // k.shape[1], k.shape[1]
     together, parts = _together(q, k), []
     for head in range(0, heads, together):
-        key = slice(head, min(head + together, heads))
-        mine, start = slice(key.start * group, key.stop * group), 0 if first is None else first[head]
-        queries, keys, values = (x.to(rows.dtype) for x in (q[:, mine], k[:, key, start:], v[:, key, start:]))
-        parts.append(_sdpa(queries, keys, values, rows[:, mine, :, start:], scale))
+        number, start = min(together, heads - head), 0 if first is None else first[head]
+        length = k.shape[2] - start
+        queries, row = (x.narrow(1, head * group, number * group) for x in (q, rows))
+        keys, values = (x.narrow(1, head, number).narrow(2, start, length) for x in (k, v))
+        queries, keys, values = (x.to(rows.dtype) for x in (queries, keys, values))
+        parts.append(_sdpa(queries, keys, values, row.narrow(3, start, length), scale))
     return torch.cat(parts, 1).to(v.dtype)
 
 
 def _together(q: Tensor, k: Tensor) -> int:
-    """Key heads to attend to in one call: enough for all threads."""
+    """Key heads to attend to in one call: enough for all threads. torch.compile cannot trace their number."""
+    if torch.compiler.is_compiling():
+        return 1
     return max(1, torch.get_num_threads() * k.shape[1] // (q.shape[0] * q.shape[1]))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
+    if k.shape[2] >= WORTH and q.shape[2] == 1 and _multiplies(k) and _multiplies(v):
+        return _products(q, k.flatten(0, 1), v.flatten(0, 1), rows, scale)
     return sdpa(q, k, v, scale) if rows is None else sdpa(q, k, v, scale, attn_mask=rows)
+
+
+def _multiplies(x: Tensor) -> bool:
+    """Whether torch's matrix products on the CPU read x as it is, without a copy."""
+    full = x.dtype is torch.float32 or x.dtype is torch.float64
+    return full and x.device.type == "cpu" and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
+    """Attention of one query as two products, k and v (B Hkv, T, D): faster than torch's kernel at many keys."""
+    queries, keys = q.reshape(len(k), -1, q.shape[-1]), k.transpose(1, 2)
+    if rows is None:
+        logits = torch.bmm(queries * scale, keys)
+    else:
+        logits = torch.baddbmm(rows.reshape(*queries.shape[:2], -1), queries, keys, alpha=scale)
+    return torch.bmm(logits.softmax(-1), v).view(*q.shape[:3], -1)
 
 
 def _first_keys(
@@ -124,25 +147,32 @@ def _first_keys(
     """For each key head the first key to read, one for all that are attended together; None for all keys.
 
     A row has at least the logit of its newest visible key, exactly; no other exceeds |q| max|k| plus bias.
+    Keys are skipped in chunks, by the largest bias of a chunk.
     """
-    choice, group = as_number(prune), q.shape[1] // k.shape[1]
+    choice = as_number(prune)
     if choice == OFF or k.shape[2] < WORTH:
         return None
-    q = q.to(working_dtype(q.dtype))  # a norm rounded down would be no bound
-    tau = nats(k.shape[2]) if choice == AUTO else choice
-    bound = q.norm(dim=-1).unflatten(1, (-1, group)) * key_bound[:, :, None, None] * abs(scale)
-    need = (_newest_logits(q, k, rows, scale).unflatten(1, (-1, group)) - bound - tau).flatten(1, 2)
-    skip = rows < need.unsqueeze(-1)  # (B, H, Tq, Tk); a NaN matters
-    by_key = skip.unflatten(1, (-1, group)).all((0, 2, 3)).logical_not_()  # (Hkv, Tk)
-    first, together = by_key.view(torch.uint8).argmax(-1).tolist(), _together(q, k)
-    return [min(first[i - i % together :][:together]) for i in range(len(first))]
+    need = _needed(q.unflatten(1, (k.shape[1], -1)), k, rows, scale, key_bound)
+    need = need - (nats(k.shape[2]) if choice == AUTO else choice)
+    odd = k.shape[2] % CHUNK or CHUNK  # keys of the first chunk
+    largest = rows.narrow(3, odd, k.shape[2] - odd).unflatten(-1, (-1, CHUNK)).amax(-1)  # NaN if one is
+    largest = torch.cat([rows.narrow(3, 0, odd).amax(-1, keepdim=True), largest], -1)
+    read = (largest < need.unsqueeze(-1)).logical_not_()  # (B, H, Tq, chunks); a NaN matters
+    read = read.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 3).any(1)  # (Hkv, chunks)
+    chunks, together = read.view(torch.uint8).argmax(-1).tolist(), _together(q, k)
+    least = [min(chunks[i - i % together :][:together]) for i in range(len(chunks))]
+    return [odd + CHUNK * (chunk - 1) if chunk else 0 for chunk in least]
 
 
-def _newest_logits(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
-    """(B, H, Tq): the logit of each row's own key; -inf (so that nothing is skipped) where it is hidden."""
-    count = q.shape[2]
-    own = k[:, :, -count:].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return (q * own).sum(-1) * scale + rows[..., -count:].diagonal(dim1=-2, dim2=-1)
+def _needed(q: Tensor, k: Tensor, rows: Tensor, scale: float, key_bound: Tensor) -> Tensor:
+    """(B, H, Tq): the least bias with which a logit can reach that of the row's own key; -inf if that is hidden.
+
+    q is (B, Hkv, H / Hkv, Tq, D).
+    """
+    q, count = q.to(working_dtype(q.dtype)), q.shape[3]  # a norm rounded down would be no bound
+    own = (q * k[:, :, None, -count:]).sum(-1) * scale
+    bound = torch.linalg.vector_norm(q, dim=-1) * (key_bound * abs(scale))[:, :, None, None]
+    return (own - bound).flatten(1, 2) + rows[..., -count:].diagonal(dim1=-2, dim2=-1)
 
 
 def _attend_not_finite(

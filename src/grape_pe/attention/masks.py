@@ -47,6 +47,10 @@ class Masks:
     ) -> Masks:
         """The masks of a call of `attend`; raises a ValueError that names what is wrong."""
         batch, length = k.shape[0], k.shape[2]
+        given = {"documents": documents, "cu_seqlens": cu_seqlens, "key_padding": key_padding}
+        for name, x in (given | {"key_bound": key_bound}).items():
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}; use torch.tensor(…)")
         if cu_seqlens is not None:
             if documents is not None:
                 raise ValueError("documents and cu_seqlens mean the same; give one of them")
@@ -58,10 +62,12 @@ class Masks:
             if not isinstance(window, int) or window < 1:
                 raise ValueError(f"window counts visible tokens: an integer of at least 1, got {window!r}")
             window = min(window, 1 << 40)  # positions are added to it, in 64 bits
-        if sinks < 0 or (sinks and window is None):
+        if not isinstance(sinks, int) or sinks < 0 or (sinks and window is None):
             raise ValueError(
-                f"sinks keep the first keys visible outside a window: give window=… and sinks >= 0, got {sinks}"
+                "sinks keep the first keys visible outside a window: give window=… and an integer sinks >= 0, "
+                f"got {sinks!r}"
             )
+        sinks = min(sinks, 1 << 40)
         masks = cls(q.shape[2], length, q.device, causal, window, sinks=sinks)
         if documents is None and key_padding is None and key_bound is None:
             return masks
@@ -148,13 +154,14 @@ def _hidden(key_padding: Tensor | None, batch: int, length: int) -> Tensor | Non
 def _bound(key_bound: Tensor | None, k: Tensor) -> Tensor | None:
     if key_bound is None:
         return None
-    if key_bound.shape != k.shape[:2]:
+    if key_bound.shape != k.shape[:2] or not key_bound.is_floating_point():
         raise ValueError(
-            f"key_bound must be {tuple(k.shape[:2])}, a number for each key head; "
-            f"got {tuple(key_bound.shape)}"
+            f"key_bound must be floating, of shape {tuple(k.shape[:2])}, a number for each key head; "
+            f"got {key_bound.dtype} {tuple(key_bound.shape)}"
         )
-    # a bound rounded to half precision may be below the norm it was made from
-    return key_bound.float() * (1 + torch.finfo(key_bound.dtype).eps)
+    # a bound rounded to half precision, or here to float32, may be below the norm it was made from
+    eps = max(torch.finfo(dtype).eps for dtype in (key_bound.dtype, torch.float32))
+    return key_bound.float() * (1 + eps)
 
 
 def check_devices(q: Tensor, others: Mapping[str, Tensor | None], of: str = "") -> None:
@@ -171,7 +178,7 @@ def documents_from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
             "cu_seqlens must be a 1-D integer tensor (0, n1, n1 + n2, …, tokens), "
             f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
-    if not torch.compiler.is_compiling():
+    if readable(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != length or sorted(ends) != ends:
             raise ValueError(f"cu_seqlens must rise from 0 to the {length} keys, got {ends[:4]} … {ends[-1]}")

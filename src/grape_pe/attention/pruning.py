@@ -85,11 +85,13 @@ def worthwhile(p: AttentionProblem, tile: int) -> bool:
 
 
 def key_bound(k: Tensor) -> Tensor:
-    """(B, Hkv) float32: no key is longer, whatever the dtype of k. For `attend(key_bound=…)`."""
-    wide = torch.promote_types(k.dtype, torch.float32)
+    """(B, Hkv): no key is longer, whatever k's dtype and the rounding of the sum. For `attend(key_bound=…)`."""
+    working = torch.promote_types(k.dtype, torch.float32)
     if k.shape[2] == 0:
-        return k.new_zeros(k.shape[:2], dtype=torch.float32)
-    return (k.to(wide).norm(dim=-1).amax(-1) * (1 + 1e-5)).float()
+        return k.new_zeros(k.shape[:2], dtype=working)
+    info = torch.finfo(working)
+    norm = torch.linalg.vector_norm(k, dim=-1, dtype=working).amax(-1)
+    return norm.mul_(1 + (k.shape[-1] + 4) * info.eps).add_(math.sqrt(k.shape[-1] * info.tiny))
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..encodings.prepared import Preparation, Prepared
-from .table import take
+from .table import fit, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +71,7 @@ class Layout:
             return y
         if self.back is not None:
             y = take(y, self.back, dim)
-        shape = [1] * y.dim()
-        shape[0], shape[dim] = self.padding.shape
-        return y.masked_fill(self.padding.view(shape), 0.0)
+        return y.masked_fill(fit(self.padding, y, dim), 0.0)
 
     @classmethod
     def from_documents(cls, documents: Tensor) -> Layout:
@@ -102,8 +100,8 @@ def arrange(
     `documents` or `padding` are given.
     """
     rows: list[float] = [0] * batch if tail is None else tail.next
-    where = _checked(positions, "positions", batch, count, coords, device)
-    ids = _checked(documents, "documents", batch, count, 1, device)
+    where = None if positions is None else checked(positions, "positions", batch, count, coords, device)
+    ids = None if documents is None else checked(documents, "documents", batch, count, 1, device)
     if coords > 1 and (where is None or ids is not None):
         raise ValueError(f"an encoding with coords={coords} needs positions=, and takes no documents=")
     if not count:
@@ -118,24 +116,21 @@ def arrange(
     if where is None and ids is None:
         if packed:
             ids = tail.document.unsqueeze(-1).expand(-1, count)  # type: ignore[union-attr]
-        after = (
-            [n + count for n in rows]
-            if counts is None
-            else [n + c for n, c in zip(rows, counts, strict=True)]
-        )
+        after = [n + c for n, c in zip(rows, counts or [count] * batch, strict=True)]
         return Layout(_follow(rows, count, device), ids, next=after, **packing)
-    valid = None if counts is None else _valid(counts, count, device)
+    last = None if tail is None else _last(tail, device)
+    real = None if counts is None else valid(torch.tensor(counts, device=device), count)
     if ids is not None:
         starts = _changes(ids.expand(batch, -1), tail)
         where = _within(starts, rows) if where is None else where.expand(batch, -1)
-        bad = (_falls(where, tail) & ~starts) if not falls else starts
+        bad = (drops(where, last) & ~starts) if not falls else starts
     else:
         assert where is not None
         where = where.expand(batch, -1)
-        bad = starts = _falls(where, tail)
-        if packed or (falls and _any(starts, valid)):
+        bad = starts = drops(where, last)
+        if packed or (falls and _any(starts, real)):
             ids = starts.cumsum(-1) + (tail.document.unsqueeze(-1) if packed else 0)  # type: ignore[union-attr]
-    if not falls and _any(bad, valid):
+    if not falls and _any(bad, real):
         raise ValueError(
             f"positions must go on from {rows} and increase, got {where.tolist()}; to go back, crop the "
             "cache first, and for packed sequences give documents="
@@ -152,27 +147,23 @@ def _packing(padding: Tensor, batch: int, count: int) -> dict[str, Any]:
             f"got {padding.dtype} {tuple(padding.shape)}"
         )
     if torch.compiler.is_compiling():
-        return {"padding": padding, **_moves(padding)}
+        return {"padding": padding, **moves(padding)}
     holes = [[i for i, hidden in enumerate(row) if hidden] for row in padding.tolist()]
     if not any(holes):
         return {}
     moved = any(row != list(range(count - len(row), count)) for row in holes)
     counts = [count - len(row) for row in holes]
-    return {"padding": padding, "counts": counts, "holes": holes, **(_moves(padding) if moved else {})}
+    return {"padding": padding, "counts": counts, "holes": holes, **(moves(padding) if moved else {})}
 
 
-def _moves(padding: Tensor) -> dict[str, Tensor]:
+def moves(padding: Tensor) -> dict[str, Tensor]:
     """Indices that put tokens before padding, and back."""
     order = padding.to(torch.uint8).argsort(dim=-1, stable=True)
     return {"order": order, "back": order.argsort(-1)}
 
 
-def _checked(
-    tensor: Tensor | None, name: str, batch: int, count: int, coords: int, device: torch.device
-) -> Tensor | None:
+def checked(tensor: Tensor, name: str, batch: int, count: int, coords: int, device: torch.device) -> Tensor:
     """Positions or ids as (B|1, T, …)."""
-    if tensor is None:
-        return None
     axes = (coords,) if coords > 1 else ()
     rows = tensor[None] if tensor.dim() == 1 + len(axes) else tensor
     if rows.shape not in ((1, count, *axes), (batch, count, *axes)):
@@ -191,9 +182,9 @@ def _follow(rows: Sequence[float], count: int, device: torch.device) -> Tensor:
     return torch.tensor(rows, device=device).unsqueeze(-1) + torch.arange(count, device=device)
 
 
-def _valid(counts: Sequence[int], count: int, device: torch.device) -> Tensor:
+def valid(counts: Tensor, count: int) -> Tensor:
     """(B, T), True at tokens, in packed order."""
-    return torch.arange(count, device=device) < torch.tensor(counts, device=device).unsqueeze(-1)
+    return torch.arange(count, device=counts.device) < counts.unsqueeze(-1)
 
 
 def _changes(ids: Tensor, tail: Tail | None) -> Tensor:
@@ -207,14 +198,19 @@ def _changes(ids: Tensor, tail: Tail | None) -> Tensor:
     return starts
 
 
-def _falls(where: Tensor, tail: Tail | None) -> Tensor:
-    """(B, T): where positions do not increase. A sequence without tokens may begin anywhere."""
+def drops(where: Tensor, last: Tensor | None) -> Tensor:
+    """(B, T): where positions do not increase, from `last` (B,) on; the first may stand anywhere without it."""
     starts = torch.zeros_like(where, dtype=torch.bool)
     starts[:, 1:] = where[:, 1:] <= where[:, :-1]
-    if tail is not None:
-        last = [n - 1 if held else float("-inf") for n, held in zip(tail.next, tail.lengths, strict=True)]
-        starts[:, 0] = where[:, 0] <= torch.tensor(last, device=where.device)
+    if last is not None:
+        starts[:, 0] = where[:, 0] <= last
     return starts
+
+
+def _last(tail: Tail, device: torch.device) -> Tensor:
+    """(B,): the position of the last token; a sequence without tokens may begin anywhere."""
+    last = [n - 1 if held else float("-inf") for n, held in zip(tail.next, tail.lengths, strict=True)]
+    return torch.tensor(last, device=device)
 
 
 def _within(starts: Tensor, rows: Sequence[float] | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from .table import OPTIONAL
 if TYPE_CHECKING:
     from .stream import StreamingCache
 
-FORMAT = "grape-pe cache 2"
+FORMAT = "grape-pe cache 3"
 
 
 def saved_state(cache: StreamingCache) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..bias import LINKS, Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
 from ..precision import without_autocast
-from .layout import Layout
+from .layout import Layout, checked, drops, moves, valid
 from .seen import Norms, Seen, encode
-from .table import take, writable
+from .table import fit, take, writable
 
 #: queries whose rows of the bias are formed at a time, when several tokens come at once
 ROWS = 64
@@ -67,17 +67,13 @@ class Place:
         readable = not torch.compiler.is_compiling() and (count > 1 or device.type == "cpu")
         if padding is not None and readable and not bool(padding.any()):
             padding = None
-        order = back = taken = None
-        if padding is not None:
-            taken = count - padding.sum(-1)
-            if count > 1:
-                order = padding.to(torch.uint8).argsort(dim=-1, stable=True)
-                back = order.argsort(-1)
+        moved = {} if padding is None or count == 1 else moves(padding)
+        taken = None if padding is None else count - padding.sum(-1)
         step = torch.arange(count, device=device)
         slots = self.lengths.unsqueeze(-1) + step
-        where = self._positions(step, positions, order)
-        valid = None if taken is None else step < taken.unsqueeze(-1)
-        _require(self._increase(where, valid, fresh), readable, INCREASE)
+        where = self._positions(step, positions, moved.get("order"))
+        bad = drops(where, None if fresh else self.next - 1)
+        _require(~(bad if taken is None else bad & valid(taken, count)).any(), readable, INCREASE)
         _require((slots < capacity).all(), readable, FULL)
         last = where[:, -1]
         if taken is not None:
@@ -86,30 +82,17 @@ class Place:
         self.next.copy_(last + 1)
         self.lengths.add_(count if taken is None else taken)
         self.columns.add_(count)
-        return StaticLayout(
-            positions=where, padding=padding, order=order, back=back, slots=slots, taken=taken, fresh=fresh
-        )
+        return StaticLayout(positions=where, padding=padding, slots=slots, taken=taken, fresh=fresh, **moved)
 
     def _positions(self, step: Tensor, positions: Tensor | None, order: Tensor | None) -> Tensor:
         """(B, T), those of each sequence first."""
         batch = len(self.lengths)
         if positions is None:
             return self.next.unsqueeze(-1) + step
-        if positions.shape not in ((1, len(step)), (batch, len(step))) or positions.is_floating_point():
-            raise ValueError(
-                f"position_ids of a static cache must be integers of shape {(batch, len(step))}; "
-                f"got {positions.dtype} {tuple(positions.shape)}"
-            )
-        positions = positions.to(step.device).expand(batch, -1)
-        return positions if order is None else take(positions, order, 1)
-
-    def _increase(self, where: Tensor, valid: Tensor | None, fresh: bool) -> Tensor:
-        """Whether positions increase, from those before on; not asked of padding."""
-        first = (
-            torch.ones_like(where[:, :1], dtype=torch.bool) if fresh else where[:, :1] >= self.next[:, None]
-        )
-        rises = torch.cat([first, where[:, 1:] > where[:, :-1]], 1)
-        return (rises if valid is None else rises | ~valid).all()
+        if positions.is_floating_point():
+            raise ValueError(f"position_ids of a static cache must be integers, got {positions.dtype}; {USE}")
+        rows = checked(positions, "position_ids", batch, len(step), 1, step.device).expand(batch, -1)
+        return rows if order is None else take(rows, order, 1)
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index`, in that order."""
@@ -181,7 +164,7 @@ class StaticCache:
             if layout.fresh:
                 held[:, :, :count].copy_(new)
             else:
-                held.scatter_(2, _along_tokens(layout.slots, new).expand_as(new), new.to(held.dtype))
+                held.scatter_(2, fit(layout.slots, new, 2).expand_as(new), new.to(held.dtype))
         _map(lambda old, new: old.copy_(_latest(old, new, layout)), self.state, state)
 
     def _fits(self, k: Tensor) -> bool:
@@ -292,13 +275,8 @@ def _latest(old: Tensor, new: Tensor, layout: StaticLayout) -> Tensor:
     new = new.narrow(2, new.shape[2] - count, count)
     if layout.taken is None:
         return new[:, :, -1:]
-    index = _along_tokens(layout.taken.unsqueeze(-1), new)
+    index = fit(layout.taken.unsqueeze(-1), new, 2)
     return torch.cat([old, new.to(old.dtype)], 2).gather(2, index.expand_as(old))
-
-
-def _along_tokens(index: Tensor, x: Tensor) -> Tensor:
-    """(B, T) as (B, 1, T, 1, …), with as many axes as x."""
-    return index.view(len(index), 1, -1, *(1,) * (x.dim() - 3))
 
 
 def _room(like: Tensor, batch: int, slots: int) -> Tensor:

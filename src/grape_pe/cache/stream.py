@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..attention import key_bound
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from ..encodings.prepared import Preparation
@@ -118,35 +119,29 @@ class StreamingCache:
                 where the id changes (0 before the first call); it sees only itself, from position 0 on.
             options: of `grape.attend`.
         """
-        layout = self._layout(q, k, x, positions, padding, documents)
-        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
-        seen = self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+        where = {"positions": positions, "padding": padding, "documents": documents}
+        layout, seen = self._append(q, k, v, x, **where)
         return layout.unpack(seen.attend(**options), 2)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **where: Tensor) -> Self:
         """Append new tokens only; `where` as for `attend`: positions, padding, documents."""
-        layout = self._layout(q, k, x, **where)
-        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
-        self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+        self._append(q, k, v, x, **where)
         return self
 
-    def _layout(
-        self,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor | None,
-        positions: Tensor | None = None,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Layout:
+    def _append(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, **where: Tensor | None
+    ) -> tuple[Layout, Seen]:
+        layout = self._layout(q, k, x, **where)
+        q, k, v = (layout.pack(t, 2) for t in (q, k, v))
+        return layout, self.extend(q, k, v, None if x is None else layout.pack(x), layout)
+
+    def _layout(self, q: Tensor, k: Tensor, x: Tensor | None, **where: Tensor | None) -> Layout:
         self.encoding.check(q, k, x)
-        if len(self.sequences.lengths) not in (0, q.shape[0]):
-            raise ValueError(
-                f"the cache holds {len(self.sequences.lengths)} sequences, the call has {q.shape[0]}"
-            )
-        given = {"positions": positions, "padding": padding, "documents": documents}
-        where = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
-        layout = arrange(q.shape[0], q.shape[2], q.device, **given, **where)  # type: ignore[arg-type]
+        (batch, _, count, _), known = q.shape, len(self.sequences.lengths)
+        if known not in (0, batch):
+            raise ValueError(f"the cache holds {known} sequences, the call has {batch}")
+        settings = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
+        layout = arrange(batch, count, q.device, **where, **settings)  # type: ignore[arg-type]
         check_packing(self.encoding, layout)
         return layout.prepare(self.preparation, q.dtype)
 
@@ -241,8 +236,6 @@ class StreamingCache:
         counts: Sequence[int] | None,
     ) -> None:
         pads = None if counts is None else [count - n for n in counts]
-        if "document" in columns and self.tokens.storage and "document" not in self.tokens.storage:
-            self.tokens.add_column("document", columns["document"])
         self.tokens.append(columns, count)
         self.unbounded += count
         if pads is not None:
@@ -283,7 +276,6 @@ class StreamingCache:
             old = held[name].narrow(2, 0, held[name].shape[2] - count)
             held[name] = torch.cat([old, tensor], 2)
         document, k, v = held.pop("document", None), held.pop("k"), held.pop("v")
-        held.pop("hidden", None)
         masks = self._masks(count, None if document is None else document[:, 0], self.tokens.hidden(last))
         if held:
             bias = bias.replaced({name.removeprefix("bias."): tensor for name, tensor in held.items()})
@@ -304,9 +296,9 @@ class StreamingCache:
     def _key_bound(self) -> Tensor:
         """(B, Hkv): no key is longer. Only keys that came since the last time are read."""
         if self.bound is None:
-            self.bound = norm_bound(self.tokens.view("k"))
+            self.bound = key_bound(self.tokens.view("k"))
         elif self.unbounded:
-            self.bound = torch.maximum(self.bound, norm_bound(self.tokens.newest("k", self.unbounded)))
+            self.bound = torch.maximum(self.bound, key_bound(self.tokens.newest("k", self.unbounded)))
         self.unbounded = 0
         return self.bound
 
@@ -461,14 +453,6 @@ class StreamingCache:
         x = None if shape.width is None else k.new_zeros(k.shape[0], 1, shape.width)
         positions = torch.zeros((1,) if coords == 1 else (1, coords), dtype=torch.long, device=k.device)
         return self.encoding(q, k, x=x, v=v, positions=positions)  # type: ignore[no-any-return]
-
-
-def norm_bound(k: Tensor) -> Tensor:
-    """(B, Hkv): an upper bound of |k| over the tokens, whatever k's dtype and the rounding of the sum."""
-    working = torch.promote_types(k.dtype, torch.float32)
-    info = torch.finfo(working)
-    norm = torch.linalg.vector_norm(k, dim=-1, dtype=working).amax(-1)
-    return norm.mul_(1 + (k.shape[-1] + 4) * info.eps).add_(math.sqrt(k.shape[-1] * info.tiny))
 
 
 def _sums_in_between(bias: Bias) -> bool:

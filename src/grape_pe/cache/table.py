@@ -1,7 +1,7 @@
 """The table of cached tokens: named columns (B, n, S, …) that grow together along the token axis.
 
 Sequences of different lengths are aligned at their last token. The slots before a shorter sequence are
-empty: zero in every column, and True in the column `HIDDEN`, which exists only while there are such slots.
+empty: zero in every column.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-HIDDEN = "hidden"
 #: columns that exist only when they are needed
-OPTIONAL = {HIDDEN, "document"}
+OPTIONAL = {"document"}
 
 
 class Table:
@@ -30,6 +29,7 @@ class Table:
         self.storage: dict[str, Tensor] = {}
         self.length = 0  # slots in use
         self.lead: list[int] = []  # empty slots of each sequence, after the first `keep_first`; [] for none
+        self.ends: Tensor | None = None  # (B, 1): where they end, on the device of the columns
 
     # Writing ------------------------------------------------------------------------------------
 
@@ -61,6 +61,8 @@ class Table:
         if not self.storage:
             size = max(64, tokens) if self.capacity is None else max(self.capacity, tokens)
             self.storage = {name: _allocate(tensor, size) for name, tensor in new.items()}
+        for name in new.keys() - self.storage.keys():  # zero for the tokens already here
+            self.storage[name] = _allocate(new[name], self.size).zero_()
         self._make_room(tokens)
         start, self.length = self.length, self.length + tokens
         for name, tensor in new.items():
@@ -72,22 +74,20 @@ class Table:
         self.length = 0
         self._set_lead([])
 
-    def add_column(self, name: str, like: Tensor) -> None:
-        """A new column, zero for the tokens already here."""
-        self.storage[name] = _allocate(like, self.size).zero_()
-
     def load(self, columns: Mapping[str, Tensor], lead: Sequence[int]) -> None:
         """Fill an empty table with what `stored` returned."""
         if columns:
             self.append(columns, next(iter(columns.values())).shape[2])
-        self.lead = list(lead)
-        if self.lead:
-            self.storage[HIDDEN][:, :, self.length :] = False
+        self._set_lead(list(lead))
 
     @property
     def size(self) -> int:
         """Slots allocated."""
         return next(iter(self.storage.values())).shape[2] if self.storage else 0
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.storage.values())).device
 
     def _make_room(self, tokens: int) -> None:
         size, first = self.size, self.keep_first
@@ -102,16 +102,14 @@ class Table:
             fresh = old if larger == size and 2 * kept <= self.length else _allocate(old, larger)
             fresh[:, :, :first] = old[:, :, :first]
             fresh[:, :, first:kept] = old[:, :, self.length - (kept - first) : self.length]
-            if name == HIDDEN:
-                fresh[:, :, kept:] = False
             self.storage[name] = fresh
         self._set_lead([max(0, lead - (self.length - kept)) for lead in self.lead])
         self.length = kept
 
     def _set_lead(self, lead: list[int]) -> None:
-        self.lead = lead if any(lead) else []
-        if not self.lead:
-            self.storage.pop(HIDDEN, None)
+        self.lead, self.ends = lead if any(lead) else [], None
+        if self.lead:
+            self.ends = torch.tensor(lead, device=self.device).unsqueeze(-1) + self.keep_first
 
     # Removing -----------------------------------------------------------------------------------
 
@@ -136,24 +134,17 @@ class Table:
     def _move(self, start: int, away: list[int], lead: list[int]) -> None:
         """Drop `start` slots after the first ones, shift each sequence by `away`, empty its `lead` slots."""
         first, kept = self.keep_first, self.length - start
-        device = next(iter(self.storage.values())).device
-        slot = torch.arange(first, kept, device=device)
-        shift, empty = torch.tensor([away, lead], device=device).unsqueeze(-1)
+        slot = torch.arange(first, kept, device=self.device)
+        shift, empty = torch.tensor([away, lead], device=self.device).unsqueeze(-1)
         source, hidden = (slot + start - shift).clamp(min=0), slot < first + empty
-        self.storage.pop(HIDDEN, None)
         for name, old in self.storage.items():
-            moved = take(old, source, 2).masked_fill(_fit(hidden, old, 2), 0)
+            moved = take(old, source, 2).masked_fill(fit(hidden, old, 2), 0)
             size = max(64, kept) if self.capacity is None else old.shape[2]
             fresh = old if size == old.shape[2] else _allocate(old, size)
             fresh[:, :, :first] = old[:, :, :first]
             fresh[:, :, first:kept] = moved
             self.storage[name] = fresh
         self.length = kept
-        if any(lead):
-            with writable():
-                column = torch.zeros(len(lead), 1, self.size, dtype=torch.bool, device=device)
-            column[:, 0, first:kept] = hidden
-            self.storage[HIDDEN] = column
         self._set_lead(lead)
 
     # Reading ------------------------------------------------------------------------------------
@@ -179,9 +170,12 @@ class Table:
 
     def hidden(self, last: int | None = None) -> Tensor | None:
         """(B, slots), True where a slot of `view(…, last)` is empty; None where none is."""
-        if not self.lead or (last is not None and self.keep_first + max(self.lead) <= self.length - last):
+        start, first = 0 if last is None else max(0, self.length - last), self.keep_first
+        if self.ends is None or first + max(self.lead) <= start:
             return None
-        return self.view(HIDDEN, last)[:, 0]
+        slot = torch.arange(self.length, device=self.device)
+        hidden = (slot >= first) & (slot < self.ends)
+        return hidden if start <= first else torch.cat([hidden[:, :first], hidden[:, start:]], 1)
 
     def stored(self) -> dict[str, Tensor]:
         return {name: tensor[:, :, : self.length] for name, tensor in self.storage.items()}
@@ -189,6 +183,7 @@ class Table:
     def map(self, change: Callable[[str, Tensor], Tensor]) -> None:
         with writable():
             self.storage = {name: change(name, tensor) for name, tensor in self.storage.items()}
+        self._set_lead(self.lead)
 
     def select(self, index: Tensor, rows: list[int]) -> None:
         self.map(lambda _, tensor: tensor.index_select(0, index.to(tensor.device)))
@@ -200,16 +195,16 @@ class Table:
         twin = Table(self.capacity, self.keep_last, self.keep_first)
         with writable():
             twin.storage = {name: tensor.clone() for name, tensor in self.storage.items()}
-        twin.length, twin.lead = self.length, list(self.lead)
+        twin.length, twin.lead, twin.ends = self.length, list(self.lead), self.ends
         return twin
 
 
 def take(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
     """tensor[b, …, index[b, i], …] along `dim`, with index (B, n); a batch of 1 is expanded."""
-    return torch.take_along_dim(tensor, _fit(index, tensor, dim), dim)
+    return torch.take_along_dim(tensor, fit(index, tensor, dim), dim)
 
 
-def _fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
+def fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
     """(B, n) as (B, 1, …, n, …, 1), the n at `dim`."""
     shape = [1] * like.dim()
     shape[0], shape[dim] = index.shape

@@ -76,7 +76,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _switched_off() -> bool:
-    return os.environ.get("GRAPE_PE_NATIVE", "1") == "0"
+    return os.environ.get("GRAPE_PE_NATIVE", "").lower() in ("0", "off", "false", "no")
 
 
 @functools.cache
@@ -124,8 +124,8 @@ def _open(path: Path) -> ctypes.CDLL:
 def cache_directory() -> Path:
     """$GRAPE_PE_CACHE, or grape_pe under the user's cache directory."""
     chosen = os.environ.get("GRAPE_PE_CACHE")
-    if chosen:
-        return Path(chosen)
+    if chosen:  # absolute: a loader searches its own folders for a name without a folder
+        return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grape_pe"
 
 

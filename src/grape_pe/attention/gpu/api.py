@@ -8,12 +8,12 @@ import os
 import torch
 from torch import Tensor
 
-from ...bias import Bias, PathBias, SumBias
+from ...bias import Bias, PathBias, parts_of
 from .. import problem, pruning
 from ..masks import Masks
 from ..problem import AttentionProblem
 from ..pruning import Prune
-from .device import release, triton_version
+from .store import release, triton_version
 
 #: compute capabilities (times ten) that the kernels are written for, with the KiB of shared memory of a block
 DEVICES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -70,9 +70,8 @@ def _why_not_version() -> str | None:
 def _why_not_shapes(q: Tensor, v: Tensor, masks: Masks) -> str | None:
     if q.dtype not in _DTYPES:
         return f"it computes in float16, bfloat16 and float32, got {q.dtype}"
-    width, limit = max(q.shape[-1], v.shape[-1]), LARGEST_HEAD
-    if q.dtype == torch.float32:
-        limit = LARGEST_HEAD_FLOAT32
+    width = max(q.shape[-1], v.shape[-1])
+    limit = LARGEST_HEAD_FLOAT32 if q.dtype == torch.float32 else LARGEST_HEAD
     if width > limit:
         return f"it has tiles for heads of at most {limit} features in {q.dtype}, got {width}"
     if q.shape[0] * q.shape[1] > MOST_HEADS:
@@ -85,8 +84,7 @@ def _why_not_shapes(q: Tensor, v: Tensor, masks: Masks) -> str | None:
 
 
 def _why_not_path(bias: Bias, masks: Masks) -> str | None:
-    parts = bias.parts if isinstance(bias, SumBias) else (bias,)
-    for path in (part for part in parts if isinstance(part, PathBias)):
+    for path in (part for part in parts_of(bias) if isinstance(part, PathBias)):
         if not masks.causal:
             return "a PathBias sums over the tokens between key and query: its scan is causal"
         if path.probe_q.shape[-1] > LARGEST_HEAD:

@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from ...bias import NO_BIAS, Bias, PathBias, SlopeBias, SlopeTerm
 from .. import attend
-from .child import Verdict
+from . import tune
 from .store import Tiles
+from .verdict import Verdict
 
 #: error allowed as a multiple of the dense error in the same dtype
 HALF, FULL = 2.0, 4.0
@@ -58,9 +60,11 @@ class Problem:
     def masking(self) -> dict[str, Any]:
         """Arguments of `attend`. No border falls on a tile's; the padding leaves rows that see no key."""
         given: dict[str, Any] = {"causal": "causal" in self.masks}
-        token = torch.arange(self.tokens, device=self.device)
         if "window" in self.masks:
             given["window"] = self.tokens // 3
+        if not {"documents", "padding"} & set(self.masks):
+            return given
+        token = torch.arange(self.tokens, device=self.device)
         if "documents" in self.masks:
             given["documents"] = (token > self.tokens * 0.4).long() + (token > self.tokens * 0.9).long()
         if "padding" in self.masks:
@@ -102,44 +106,37 @@ def bias_of(t: Tensors) -> Bias:
     return bias
 
 
+def call(problem: Problem, t: Tensors, few: int | None, function: Callable[..., Any] = attend) -> Any:
+    """`attend`, or another function of its arguments, for the last `few` queries; all of them for None."""
+    q, bias = t["q"], bias_of(t)
+    if few is not None:
+        rows = slice(q.shape[2] - few, None)
+        q, bias = q[:, :, rows], bias.queries(rows)
+    return function(q, t["k"], t["v"], bias=bias, impl=problem.impl, **problem.masking())
+
+
 def why_not(problem: Problem, tensors: Tensors, few: int | None = None) -> str | None:
     """Why the implementation refuses the problem, or None."""
     t = {name: tensor.detach().requires_grad_(few is None) for name, tensor in tensors.items()}
-    q, bias = _last(t["q"], bias_of(t), few)
     try:
         with torch.set_grad_enabled(few is None):
-            attend.explain(q, t["k"], t["v"], bias=bias, impl=problem.impl, **problem.masking())
+            call(problem, t, few, attend.explain)
     except ValueError as refusal:
         return str(refusal)
     return None
 
 
-def _last(q: Tensor, bias: Bias, few: int | None) -> tuple[Tensor, Bias]:
-    """The last `few` queries; all of them for None."""
-    if few is None:
-        return q, bias
-    rows = slice(q.shape[2] - few, None)
-    return q[:, :, rows], bias.queries(rows)
-
-
 def evaluate(problem: Problem, tensors: Tensors, learns: bool, few: tuple[int, ...]) -> Tensors:
     """Output and every gradient of one call with all queries, and outputs of calls with few queries."""
-    given, found = problem.masking(), {}
+    found = {}
     if learns:
         leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-        y = _attend(problem, leaves, given, None)
+        y = call(problem, leaves, None)
         y.backward(_direction(y))
         found["out"] = y.detach()
         found |= {f"d_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     with torch.no_grad():
-        for count in few:
-            found[f"out[{count}]"] = _attend(problem, tensors, given, count)
-    return found
-
-
-def _attend(problem: Problem, tensors: Tensors, given: dict[str, Any], few: int | None) -> Tensor:
-    q, bias = _last(tensors["q"], bias_of(tensors), few)
-    return attend(q, tensors["k"], tensors["v"], bias=bias, impl=problem.impl, **given)
+        return found | {f"out[{count}]": call(problem, tensors, count) for count in few}
 
 
 def _direction(y: Tensor) -> Tensor:
@@ -166,14 +163,13 @@ def check(problem: Problem) -> Verdict:
     """Verdict on one implementation and one kind of call."""
     tensors = inputs(problem)
     refusal = why_not(problem, tensors)
-    few = tuple(n for n in FEW if why_not(problem, tensors, n) is None)
-    if refusal is not None and not few:
+    calls = refusal is None, tuple(n for n in FEW if why_not(problem, tensors, n) is None)
+    if refusal is not None and not calls[1]:
         return Verdict(False, refusal)
-    learns = refusal is None
-    got = evaluate(problem, tensors, learns, few)
+    got = evaluate(problem, tensors, *calls)
     reference = replace(problem, impl="reference")
     double = {name: tensor.double() for name, tensor in tensors.items()}
-    truth, dense = (evaluate(reference, given, learns, few) for given in (double, tensors))
+    truth, dense = (evaluate(reference, given, *calls) for given in (double, tensors))
     found = errors(problem, truth, dense, got)
     # A NaN compares false with everything, so ask what is fine, not what is wrong.
     wrong = [name for name, row in found.items() if not row["error"] <= row["allowed"]]
@@ -181,22 +177,13 @@ def check(problem: Problem) -> Verdict:
         row = found[max(wrong, key=lambda name: found[name]["error"] / found[name]["allowed"])]
         reason = f"wrong numbers in {', '.join(wrong)}: relative error {row['error']:.1e}, "
         return Verdict(False, reason + f"allowed {row['allowed']:.1e}", _finite(found))
-    changed = _changed(problem, tensors, got, learns, few)
-    if changed:
-        return Verdict(False, f"repeated calls differ in {', '.join(changed)}", found, repeatable=False)
-    return Verdict(True, None, found)
-
-
-def _changed(
-    problem: Problem, tensors: Tensors, got: Tensors, learns: bool, few: tuple[int, ...]
-) -> list[str]:
-    """What is not bitwise the same when the calls are repeated, on memory that held zeros, then NaN."""
     changed: set[str] = set()
-    for fill in (0.0, float("nan")):
+    for fill in (0.0, float("nan")):  # what memory held before must not matter
         torch.full((POISON // 4,), fill, device=problem.device)
-        again = evaluate(problem, tensors, learns, few)
+        again = evaluate(problem, tensors, *calls)
         changed |= {name for name in got if not torch.equal(again[name], got[name])}
-    return sorted(changed)
+    differ = f"repeated calls differ in {', '.join(sorted(changed))}" if changed else None
+    return Verdict(not changed, differ, found, repeatable=not changed)
 
 
 def _finite(found: Errors) -> Errors:
@@ -211,8 +198,6 @@ def safely(problem: Problem, tiles: Tiles | None = None, columns: list[Tiles] | 
 
     `tiles`: of the Triton kernels, instead of those they would choose. `columns`: time these, check nothing.
     """
-    from . import tune
-
     try:
         if columns is not None:
             return tune.measured(problem, columns)
@@ -227,13 +212,12 @@ def safely(problem: Problem, tiles: Tiles | None = None, columns: list[Tiles] | 
 
 def main() -> int:
     given = json.load(sys.stdin)
+    limit, tiles, columns = (given.pop(name, None) for name in ("limit", "tiles", "columns"))
     result = os.dup(1)
     os.dup2(2, 1)  # what libraries print must not mix with the result
     if hasattr(signal, "alarm"):
-        signal.alarm(int(given.pop("limit", 600)) + 1)  # should the parent have gone
-    given["masks"] = tuple(given["masks"])
-    tiles, columns = given.pop("tiles", None), given.pop("columns", None)
-    verdict = safely(Problem(**given), tiles, columns)
+        signal.alarm(int(limit or 600) + 1)  # should the parent have gone
+    verdict = safely(Problem(**given | {"masks": tuple(given["masks"])}), tiles, columns)
     with os.fdopen(result, "w") as file:
         file.write(json.dumps(asdict(verdict)) + "\n")
     return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,8 +30,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Queries, keys, warps and pipeline stages of a program."""
 
     queries: int
@@ -51,24 +50,19 @@ class Launch:
     arguments: dict[str, Any]
     tile: Tile
 
+    @property
+    def device(self) -> torch.device:
+        return next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
+
     def ordered(self) -> list[Any]:
         return [self.arguments[name] for name in self.kernel.arg_names]
 
 
 def start(launch: Launch) -> None:
     """Run a launch on the device of its tensors, whatever the current device is."""
-    device = next(x.device for x in launch.arguments.values() if isinstance(x, Tensor))
     options = {} if INTERPRETED else launch.tile.options()
-    with torch.cuda.device(device if device.type == "cuda" else -1):
+    with torch.cuda.device(launch.device if launch.device.type == "cuda" else -1):
         launch.kernel[launch.grid](*launch.ordered(), **options)
-
-
-def arch_of(device: torch.device) -> int:
-    """Compute capability times ten; what is not a GPU stands for sm_80."""
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def signature(
@@ -79,29 +73,26 @@ def signature(
     constants: dict[tuple[int, ...], Any] = {}
     multiples: dict[tuple[int, ...], Any] = {}
     for place, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        special = not parameter.do_not_specialize
+        value, special = launch.arguments[parameter.name], not parameter.do_not_specialize
         if parameter.is_constexpr or (special and type(value) is int and value == 1):
-            types[parameter.name] = "constexpr"
+            kind, aligned = "constexpr", False
             constants[(place,)] = value
-            continue
-        if isinstance(value, Tensor):
-            types[parameter.name] = _TYPES[value.dtype]
+        elif isinstance(value, Tensor):
+            kind, aligned = _TYPES[value.dtype], value.is_meta or value.data_ptr() % 16 == 0
         elif isinstance(value, int):
-            types[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            kind, aligned = "i32" if -(2**31) <= value < 2**31 else "i64", special and value % 16 == 0
         else:
-            types[parameter.name] = "fp32"
-        aligned = isinstance(value, Tensor) and (value.is_meta or value.data_ptr() % 16 == 0)
-        if aligned or (special and isinstance(value, int) and value % 16 == 0):
+            kind, aligned = "fp32", False
+        types[parameter.name] = kind
+        if aligned:
             multiples[(place,)] = [["tt.divisibility", 16]]
     return types, constants, multiples
 
 
 def compiled(launch: Launch, arch: int) -> Any:
     """A launch compiled for its own device, or for sm_<arch> if its tensors are not on a GPU."""
-    device = next(x.device for x in launch.arguments.values() if isinstance(x, Tensor))
-    if device.type == "cuda":
-        with torch.cuda.device(device):
+    if launch.device.type == "cuda":
+        with torch.cuda.device(launch.device):
             return launch.kernel.warmup(*launch.ordered(), grid=launch.grid, **launch.tile.options())
     source = ASTSource(launch.kernel, *signature(launch))
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options())
@@ -153,6 +144,8 @@ def read_cubin(cubin: bytes) -> tuple[int, int]:
     return found[0x2F], found[0x11]
 
 
+#: constants that a tile sets
+TILE_NAMES = ("BM", "BN", "BORDER")
 _chosen: dict[tuple[Any, ...], Tile] = {}
 
 
@@ -167,53 +160,44 @@ def fitting(
     arch: int,
     tuned: Callable[[], Tile | None] = lambda: None,
 ) -> Launch:
-    """The launch with the first tile that fits without spilling, else with the one that spills least.
-
-    The tile that `tuned` gives comes before all others if it fits, even if it spills: it was timed. Chosen once
-    for each kernel, its constants, dtypes and device. Raises RuntimeError when none fits.
-    """
-    first = make(candidates[0])
+    """The launch with the tile that `_choose` takes, once for each kernel, its constants, dtypes and device."""
     if INTERPRETED:
         return make(candidates[-1])
-    key = _key(first, arch)
+    key = _key(make(candidates[0]), arch)
     if key not in _chosen:
-        wanted = tuned()
-        fits = wanted is not None and Usage.of(compiled(make(wanted), arch)).why_not(arch) is None
-        _chosen[key] = wanted if wanted is not None and fits else _choose(make, candidates, arch)
+        _chosen[key] = _choose(make, candidates, arch, tuned())
     return make(_chosen[key])
 
 
 def _key(launch: Launch, arch: int) -> tuple[Any, ...]:
     """What the compiled kernel depends on besides the tile."""
     types, constants, _ = signature(launch)
-    names = [parameter.name for parameter in launch.kernel.params]
-    fixed = {
-        names[place[0]]: value for place, value in constants.items() if names[place[0]] not in TILE_NAMES
-    }
-    return launch.kernel.__name__, arch, tuple(types.items()), tuple(fixed.items())
+    names = launch.kernel.arg_names
+    fixed = ((names[place], x) for (place,), x in constants.items() if names[place] not in TILE_NAMES)
+    return launch.kernel.__name__, arch, *types.items(), *fixed
 
 
-#: constants that a tile sets
-TILE_NAMES = ("BM", "BN", "BORDER")
+def _choose(
+    make: Callable[[Tile], Launch], candidates: Sequence[Tile], arch: int, tuned: Tile | None
+) -> Tile:
+    """The first tile that fits without spilling, else the one that spills least.
 
-
-def _choose(make: Callable[[Tile], Launch], candidates: Sequence[Tile], arch: int) -> Tile:
-    usable: list[tuple[int, Tile]] = []
-    reasons = []
-    for tile in candidates:
-        launch = make(tile)
-        usage = Usage.of(compiled(launch, arch))
+    The tuned tile comes before all others if it fits, even if it spills: it was timed.
+    """
+    spills: dict[Tile, int] = {}
+    reasons: dict[Tile, str] = {}
+    for tile in candidates if tuned is None else (tuned, *candidates):
+        usage = Usage.of(compiled(make(tile), arch))
         reason = usage.why_not(arch)
-        if reason is None and not usage.spilled:
+        if reason is not None:
+            reasons[tile] = f"{tile.queries} x {tile.keys}: {reason}"
+        elif tile == tuned or not usage.spilled:
             return tile
-        if reason is None:
-            usable.append((usage.spilled, tile))
         else:
-            reasons.append(f"{tile.queries} x {tile.keys}: {reason}")
-    if not usable:
-        name = make(candidates[0]).kernel.__name__
-        raise RuntimeError(
-            f"no tile of {name} fits sm_{arch} ({'; '.join(reasons)}); use another implementation, "
-            "for example impl='blocks'"
-        )
-    return min(usable, key=lambda pair: pair[0])[1]
+            spills[tile] = usage.spilled
+    if spills:
+        return min(spills, key=spills.__getitem__)
+    raise RuntimeError(
+        f"no tile of {make(candidates[0]).kernel.__name__} fits sm_{arch} ({'; '.join(reasons.values())}); "
+        "use another implementation, for example impl='blocks'"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from .. import pruning
 from ..problem import AttentionProblem, as_two_floats
-from . import backward as backward_kernels
 from . import compile as gpu
-from . import decode as decode_kernels
-from . import forward as forward_kernels
+from .backward import delta_kernel, key_kernel, query_kernel
 from .compile import Launch, Tile
-from .device import describe
-from .store import Case, Tiles, kept_tiles, padded
+from .decode import combine_kernel, decode_kernel
+from .forward import forward_kernel, keys_kernel
+from .store import Case, Tiles, describe, kept_tiles, padded
 from .tile import PATCH as _PATCH
 
 PATCH: int = _PATCH.value
@@ -50,27 +49,27 @@ class Plan:
 
     @classmethod
     def of(cls, problem: AttentionProblem) -> Plan:
-        return cls(problem, _shared(problem), gpu.arch_of(problem.q.device))
+        device = problem.q.device
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        return cls(problem, _shared(problem), 10 * major + minor)
 
     def candidates(self, kernel: str) -> tuple[Tile, ...]:
-        p = self.problem
-        width = max(padded(p.q.shape[-1]), padded(p.v.shape[-1])) * (p.q.element_size() // 2)
-        skip = (width >= 128) + (width >= 256) + (p.probe_q is not None)
+        s = self.shared
+        width = max(s["BLOCK_D"], s["BLOCK_DV"]) * (self.problem.q.element_size() // 2)
+        skip = (width >= 128) + (width >= 256) + s["HAS_PATH"]
         return TILES[kernel][min(skip, len(TILES[kernel]) - 2) :]
 
     def tuned(self, kernel: str) -> Tile | None:
         """The tile `grape doctor --tune` kept for this kernel; only candidates count."""
-        p, kept = self.problem, forced
-        if kept is None:
-            slopes, path = p.c_q is not None, p.probe_q is not None
-            bias = ("both" if slopes else "path") if path else ("slope" if slopes else "none")
-            dtype = str(p.q.dtype).removeprefix("torch.")
-            case = Case(dtype, padded(p.q.shape[-1]), padded(p.v.shape[-1]), bias, ())
-            kept = kept_tiles(describe(p.q.device), case) if p.q.device.type == "cuda" else {}
-        return next((tile for tile in TILES[kernel] if list(astuple(tile)) == kept.get(kernel)), None)
+        p, kept = self.problem, forced or {}
+        if forced is None and p.q.device.type == "cuda":
+            bias = ("none", "slope", "path", "both")[(p.c_q is not None) + 2 * (p.probe_q is not None)]
+            case = Case.of(p.q.dtype, p.q.shape[-1], p.v.shape[-1], bias)
+            kept = kept_tiles(describe(p.q.device), case)
+        return next((tile for tile in TILES[kernel] if list(tile) == kept.get(kernel)), None)
 
-    def fitting(self, kernel: Any, grid: Any, more: dict[str, Any]) -> Launch:
-        """A launch with the tile that fits; `grid` is a function of the tile."""
+    def fitting(self, kernel: Any, grid: Callable[[Tile], tuple[int, ...]], more: dict[str, Any]) -> Launch:
+        """A launch with the tile that fits."""
         name = kernel.__name__
 
         def make(tile: Tile) -> Launch:
@@ -78,6 +77,10 @@ class Plan:
             return Launch(kernel, grid(tile), {**self.shared, **sizes, **more}, tile)
 
         return gpu.fitting(make, self.candidates(name), self.arch, lambda: self.tuned(name))
+
+    def fixed(self, kernel: Any, blocks: int, heads: int, more: dict[str, Any]) -> Launch:
+        """A launch in blocks of PATCH tokens."""
+        return Launch(kernel, (blocks, heads), {**self.shared, **more}, Tile(PATCH, PATCH, 4, 1))
 
 
 def prunes(p: AttentionProblem) -> bool:
@@ -111,7 +114,11 @@ def _in_two(c: Tensor) -> Tensor:
     return torch.stack(as_two_floats(_by_head(c)), 3)
 
 
-def _strides(name: str, x: Tensor | None) -> dict[str, int]:
+def _strides(name: str, x: Tensor) -> dict[str, int]:
+    return {f"stride_{name}{a}": x.stride(n) for n, a in enumerate("bht")}
+
+
+def _head_strides(name: str, x: Tensor | None) -> dict[str, int]:
     """Strides over batch and heads of a (B|1, H|1, …) tensor; zero where it is shared."""
     return {f"{name}_{a}": 0 if x is None or x.shape[n] == 1 else x.stride(n) for n, a in enumerate("bh")}
 
@@ -144,34 +151,28 @@ def _shared(p: AttentionProblem) -> dict[str, Any]:
         return None if x is None else change(x).contiguous()
 
     q, k, v = _dense(p.q), _dense(p.k), _dense(p.v)
-    rate_q, rate_k = made(p.rate_q, _by_head), made(p.rate_k, _by_head)
-    c_q, c_k = made(p.c_q, _in_two), made(p.c_k, _in_two)
-    documents = made(p.documents, first_of_document)
-    padding = made(p.key_padding, lambda x: x.to(torch.uint8))
     given = {
-        "RATE_Q": rate_q, "RATE_K": rate_k, "C_Q": c_q, "C_K": c_k, "DOCS": documents, "PADDING": padding,
-        "PROBE_Q": made(p.probe_q, Tensor.contiguous), "PROBE_K": made(p.probe_k, Tensor.contiguous),
-        "PATH_RATE": p.path_rate,
+        "RATE_Q": made(p.rate_q, _by_head), "RATE_K": made(p.rate_k, _by_head),
+        "C_Q": made(p.c_q, _in_two), "C_K": made(p.c_k, _in_two),
+        "DOCS": made(p.documents, first_of_document), "PADDING": made(p.key_padding, Tensor.byte),
+        "PROBE_Q": made(p.probe_q, _dense), "PROBE_K": made(p.probe_k, _dense), "PATH_RATE": p.path_rate,
     }  # fmt: skip
     tensors = {name: q if x is None else x for name, x in given.items()}
-    strides = {
-        f"stride_{n}{a}": x.stride(i) for n, x in (("q", q), ("k", k), ("v", v)) for i, a in enumerate("bht")
-    }
-    for name, x in (("rq", rate_q), ("rk", rate_k), ("cq", c_q), ("ck", c_k)):
-        strides |= _strides(name, x)
+    flags = {f"HAS_{name}": given[name] is not None for name in ("RATE_Q", "RATE_K", "DOCS", "PADDING")}
+    strides = _strides("q", q) | _strides("k", k) | _strides("v", v)
+    for name, field in (("rq", "RATE_Q"), ("rk", "RATE_K"), ("cq", "C_Q"), ("ck", "C_K")):
+        strides |= _head_strides(name, given[field])
     tf32 = torch.get_float32_matmul_precision() != "highest"
     precision = ("tf32" if tf32 else "tf32x3") if q.dtype == torch.float32 else "ieee"
     queries, keys = q.shape[2], k.shape[2]
     windowed = 0 < p.window < max(queries, keys)
     probe = 8 if p.probe_q is None else p.probe_q.shape[-1]
     return {
-        "Q": q, "K": k, "V": v, **tensors, **strides,
+        "Q": q, "K": k, "V": v, **tensors, **strides, **flags,
         "H": q.shape[1], "HKV": k.shape[1], "HP": 1 if p.probe_q is None else p.probe_q.shape[1],
         "TQ": queries, "TK": keys, "window": p.window if windowed else 0, "scale": p.scale,
         "patches": triton.cdiv(keys, PATCH), "CAUSAL": p.causal, "WINDOW": windowed,
-        "HAS_DOCS": documents is not None, "HAS_PADDING": padding is not None,
-        "PRUNE": prunes(p), "EXACT": exact(p), "R": 0 if c_q is None else c_q.shape[2],
-        "HAS_RATE_Q": rate_q is not None, "HAS_RATE_K": rate_k is not None,
+        "PRUNE": prunes(p), "EXACT": exact(p), "R": 0 if p.c_q is None else p.c_q.shape[0],
         "HAS_PATH": p.probe_q is not None, "BOUNDED": p.bounded,
         "D": q.shape[-1], "BLOCK_D": padded(q.shape[-1]), "DV": v.shape[-1], "BLOCK_DV": padded(v.shape[-1]),
         "P": probe, "BLOCK_P": padded(probe), "STRIDE": STRIDE, "PRECISION": precision,
@@ -191,30 +192,28 @@ def allocate(p: AttentionProblem) -> list[Tensor]:
 
 
 def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    rows, width = p.q.shape[:3], p.v.shape[-1]
-    out = p.q.new_empty((*rows, width))
+    rows = p.q.shape[:3]
+    out = p.q.new_empty((*rows, p.v.shape[-1]))
     lse = p.q.new_empty(rows, dtype=torch.float32)
+    work = p.q.new_empty((*rows[:2], 2), dtype=torch.int64)
     saved = allocate(p)
     if p.empty:
-        work = p.q.new_zeros((*rows[:2], 2), dtype=torch.int64)
-        return out.zero_(), lse.fill_(float("-inf")), work, saved
-    plan = Plan.of(p)
-    launch = _decode if _few(p) else _forward
-    return out, lse, launch(plan, out, lse, saved), saved
+        return out.zero_(), lse.fill_(float("-inf")), work.zero_(), saved
+    for step in plan_forward(Plan.of(p), out, lse, work, saved):
+        gpu.start(step)
+    return out, lse, work, saved
 
 
-def _forward(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
-    keys = plan_keys(plan, plan.shared["PRUNE"])
-    gpu.start(keys)
-    bounds = keys.arguments["BOUNDS"]
-    if plan.shared["PRUNE"]:
-        bounds.copy_(bounds.cummax(-1).values)
-    step, work = plan_forward(plan, out, lse, saved, keys.arguments["POISON"], bounds)
-    gpu.start(step)
-    return work.sum(2)
+def plan_forward(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+    """Launches, each to be started before the next is asked for; `work` is filled after the last."""
+    if _few(plan.problem):
+        work.zero_()
+        yield from _plan_decode(plan, out, lse, saved)
+    else:
+        yield from _plan_walk(plan, out, lse, work, saved)
 
 
-def plan_keys(plan: Plan, prune: bool) -> Launch:
+def _plan_keys(plan: Plan, prune: bool) -> Launch:
     """What is to be known of the keys beforehand: which are not finite, and bounds for pruning."""
     p, s = plan.problem, plan.shared
     batch, key_heads, keys = p.k.shape[:3]
@@ -223,26 +222,24 @@ def plan_keys(plan: Plan, prune: bool) -> Launch:
     bounds = poison.new_empty((batch, heads, 1 + 4 * s["R"], s["patches"])) if prune else poison
     more = {"POISON": poison, "BOUNDS": bounds, "PRUNE": prune, "H": heads}
     more |= {} if prune else {"R": 0, "HAS_RATE_K": False}
-    tile = Tile(PATCH, PATCH, 4, 1)
-    return Launch(forward_kernels.keys_kernel, (s["patches"], batch * heads), {**s, **more}, tile)
+    return plan.fixed(keys_kernel, s["patches"], batch * heads, more)
 
 
-def plan_forward(
-    plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor], poison: Tensor, bounds: Tensor
-) -> tuple[Launch, Tensor]:
-    """The forward launch, and its counts of tiles (B, H, blocks of rows, 2)."""
-    p = plan.problem
+def _plan_walk(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+    p, prune = plan.problem, plan.shared["PRUNE"]
     batch, heads, rows = p.q.shape[:3]
-    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "POISON": poison, "BOUNDS": bounds}
-    more["TAU"] = pruning.tau(p) if plan.shared["PRUNE"] else lse
-    work = lse.new_empty((batch, heads, triton.cdiv(rows, 64), 2), dtype=torch.int32)
-
-    def grid(tile: Tile) -> tuple[int, int]:
-        return triton.cdiv(rows, tile.queries), batch * heads
-
-    step = plan.fitting(forward_kernels.forward_kernel, grid, {**more, "WORK": work})
+    keys = _plan_keys(plan, prune)
+    yield keys
+    bounds = keys.arguments["BOUNDS"]
+    if prune:
+        bounds.copy_(bounds.cummax(-1).values)
+    counts = lse.new_empty(batch * heads * triton.cdiv(rows, 64) * 2, dtype=torch.int32)
+    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "WORK": counts, "BOUNDS": bounds}
+    more |= {"POISON": keys.arguments["POISON"], "TAU": pruning.tau(p) if prune else lse}
+    step = plan.fitting(forward_kernel, lambda tile: (triton.cdiv(rows, tile.queries), batch * heads), more)
+    yield step
     blocks = step.grid[0]
-    return step, work.view(-1)[: batch * heads * blocks * 2].view(batch, heads, blocks, 2)
+    torch.sum(counts[: batch * heads * blocks * 2].view(batch, heads, blocks, 2), 2, out=work)
 
 
 # ------------------------------------------------------------------------------------- few queries
@@ -259,43 +256,25 @@ def _few(p: AttentionProblem) -> bool:
     return p.q.shape[2] * _pack(p) <= DECODE_ROWS and not prunes(p)
 
 
-def _decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Tensor:
-    for step in plan_decode(plan, out, lse, saved):
-        gpu.start(step)
-    return out.new_zeros((*out.shape[:2], 2), dtype=torch.int64)
-
-
-def plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+def _plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
     p = plan.problem
     batch, heads, rows = p.q.shape[:3]
     pack, keys = _pack(p), p.k.shape[2]
-    block = padded(rows * pack)
     start = max(0, keys - rows - plan.shared["window"] + 1) if plan.shared["WINDOW"] and p.causal else 0
     programs = batch * heads // pack
-    parts = max(1, min(_programs_wanted(p.q.device) // programs, triton.cdiv(keys - start, 256)))
+    cuda = p.q.device.type == "cuda"
+    wanted = 2 * torch.cuda.get_device_properties(p.q.device).multi_processor_count if cuda else 8
+    parts = max(1, min(wanted // programs, triton.cdiv(keys - start, 256)))
     part_keys = triton.cdiv(triton.cdiv(keys - start, parts), 64) * 64
     parts = triton.cdiv(keys - start, part_keys)
     sums = lse.new_empty((batch, heads, rows, parts, p.v.shape[-1]))
     stats = lse.new_empty((batch, heads, rows, parts, 3))
-    more = {
-        "PARTS": sums,
-        "STATS": stats,
-        "PACK": pack,
-        "key_from": start,
-        "part_keys": part_keys,
-        "BM": block,
-    }
-    yield plan.fitting(decode_kernels.decode_kernel, lambda _: (parts, programs), more)
+    more = {"PARTS": sums, "STATS": stats, "PACK": pack, "key_from": start, "part_keys": part_keys}
+    more["BM"] = padded(rows * pack)
+    yield plan.fitting(decode_kernel, lambda _: (parts, programs), more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
     constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
-    yield Launch(
-        decode_kernels.combine_kernel, (batch * heads * rows,), {**end, **constants}, Tile(1, 1, 1, 1)
-    )
-
-
-def _programs_wanted(device: torch.device) -> int:
-    """Two programs for each multiprocessor."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    yield Launch(combine_kernel, (batch * heads * rows,), {**end, **constants}, Tile(1, 1, 1, 1))
 
 
 # ------------------------------------------------------------------------------------- backward
@@ -310,7 +289,7 @@ def backward(
     grads = empty_gradients(plan, wanted)
     for step in plan_backward(plan, wanted, d_out, d_lse, results, grads):
         gpu.start(step)
-    return _gathered(plan, wanted, d_lse, grads)
+    return {name: _gathered(p, name, grads[name], d_lse) for name in wanted}
 
 
 def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
@@ -330,10 +309,9 @@ def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
     if s["HAS_PATH"]:
         grads |= {"probe_q": room(queries, s["P"]), "probe_k": room(keys, s["P"]), "path_rate": room(queries)}
         grads["probe_k"][:, :, 0] = 0.0  # no key stands before token 0, so its edge is in no sum
-    for name in ("rate_q", "rate_k", "c_q", "c_k"):
-        kind = name[:-2]
+    for kind in ("rate", "c"):
         if {f"{kind}_q", f"{kind}_k"} & set(wanted):
-            grads[name] = room(s["R"], queries if name.endswith("q") else keys)
+            grads |= {f"{kind}_q": room(s["R"], queries), f"{kind}_k": room(s["R"], keys)}
     return grads
 
 
@@ -349,36 +327,31 @@ def plan_backward(
     out, lse, _, fine, first = results
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     d_out, delta = _dense(d_out), torch.empty_like(lse)
-    shared = {f"stride_o{a}": d_out.stride(n) for n, a in enumerate("bht")} | {"D_OUT": d_out, "DELTA": delta}
+    shared = _strides("o", d_out) | {"D_OUT": d_out, "DELTA": delta}
     more: dict[str, Any] = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
     more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
-    grid = (triton.cdiv(queries, PATCH), batch * heads)
-    yield Launch(backward_kernels.delta_kernel, grid, {**s, **shared, **more}, Tile(PATCH, PATCH, 4, 1))
+    yield plan.fixed(delta_kernel, triton.cdiv(queries, PATCH), batch * heads, shared | more)
 
-    keys_step = plan_keys(plan, False)
+    keys_step = _plan_keys(plan, False)
     yield keys_step
     shared |= {"POISON": keys_step.arguments["POISON"], "LSE": lse, "FIRST": first}
     shared |= {"NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads, "heads_from": 0, "borders": 0}
     shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
-    names = {"D_RATE": "rate", "D_C": "c", "D_PROBE": "probe"}
-    key_side: dict[str, Any] = {place: grads.get(f"{name}_k", lse) for place, name in names.items()}
-    query_side: dict[str, Any] = {place: grads.get(f"{name}_q", lse) for place, name in names.items()}
-    key_side |= {"DK": grads["k"], "D_V": grads["v"]}
-    key_side["DOC_ENDS"] = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    query_side, key_side = (
+        {f"D_{name.upper()}": grads.get(f"{name}_{side}", lse) for name in ("rate", "c", "probe")}
+        for side in "qk"
+    )
     query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
+    ends = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    key_side |= {"DK": grads["k"], "D_V": grads["v"], "DOC_ENDS": ends}
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
-    key = plan.fitting(
-        backward_kernels.key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side
-    )
-    border = key.tile.keys
-    if s["HAS_PATH"]:
-        query_side["BORDER"] = border
+    key = plan.fitting(key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side)
+    border: dict[str, Any] = {"BORDER": key.tile.keys} if s["HAS_PATH"] else {}
     query = plan.fitting(
-        backward_kernels.query_kernel,
-        lambda tile: (triton.cdiv(queries, tile.queries), 1),
-        shared | query_side,
+        query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), shared | query_side | border
     )
-    borders, at_once, sums = triton.cdiv(keys, border), batch * heads, {}
+    borders, at_once = key.grid[0], batch * heads
+    sums: dict[str, Tensor] = {}
     if s["HAS_PATH"]:
         at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
         sums = {name: lse.new_empty(at_once * borders * queries) for name in ("CARRY", "RIGHT")}
@@ -390,28 +363,19 @@ def plan_backward(
             yield Launch(step.kernel, (step.grid[0], count), arguments, step.tile)
 
 
-def _gathered(
-    plan: Plan, wanted: list[str], d_lse: Tensor | None, grads: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Gradients in the shapes and dtypes of the fields; heads that share a tensor are summed in order."""
-    found: dict[str, Tensor] = {}
-    for name in wanted:
-        like, grad = getattr(plan.problem, name), grads[name]
-        if name == "path_rate":
-            grad = grad.sum((0, 2))
-        elif name in ("q", "k", "v", "probe_q", "probe_k"):
-            if like.shape[1] != grad.shape[1]:
-                grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
-        else:
-            grad = grad.permute(2, 0, 1, 3)
-            if name == "c_q":
-                grad = _shifted(plan.problem, grad, d_lse)
-            grad = grad.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
-        found[name] = grad.to(like.dtype)
-    return found
-
-
-def _shifted(p: AttentionProblem, grad: Tensor, d_lse: Tensor | None) -> Tensor:
-    """d c_q: a row of dS sums to d lse, which is what the rate of the query multiplies."""
-    grad = torch.zeros_like(grad) if p.rate_k is None else grad
-    return grad if d_lse is None or p.rate_q is None else grad - p.rate_q * d_lse
+def _gathered(p: AttentionProblem, name: str, grad: Tensor, d_lse: Tensor | None) -> Tensor:
+    """A gradient in the shape and dtype of its field; heads that share a tensor are summed in order."""
+    like = getattr(p, name)
+    if name == "path_rate":
+        grad = grad.sum((0, 2))
+    elif name not in ("c_q", "c_k", "rate_q", "rate_k"):
+        if like.shape[1] != grad.shape[1]:
+            grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+    else:
+        grad = grad.permute(2, 0, 1, 3)
+        if name == "c_q" and p.rate_k is None:
+            grad = torch.zeros_like(grad)
+        if name == "c_q" and p.rate_q is not None and d_lse is not None:
+            grad = grad - p.rate_q * d_lse  # a row of dS sums to d lse
+        grad = grad.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+    return grad.to(like.dtype)

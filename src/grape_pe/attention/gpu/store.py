@@ -1,15 +1,20 @@
-"""JSON files in the cache folder: verdicts on the kernels and tuned tiles, each with the full key it holds for."""
+"""JSON files in the cache folder: verdicts on the kernels and tuned tiles, each with the full key it holds for.
+
+The key: the GPU and its driver, the versions of torch and Triton, the sources of the kernels, and the case.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import re
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +22,55 @@ from typing import Any
 import torch
 
 from ..cpu.build import cache_directory
-from .device import Device, triton_version
 
 #: by the name of a kernel: queries, keys, warps and stages of its tile
 Tiles = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a verdict holds for: the GPU and its driver."""
+
+    name: str
+    capability: tuple[int, int]
+    driver: str
+
+
+@functools.cache
+def describe(device: torch.device) -> Device:
+    """The GPU behind a torch.device."""
+    return Device(
+        torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), _driver_version()
+    )
+
+
+def _driver_version() -> str:
+    """Of the NVIDIA kernel module, where Linux tells it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else "unknown"
+
+
+def installed(*names: str) -> str | None:
+    """The version of the first of these packages that is installed."""
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+@functools.cache
+def triton_version() -> str | None:
+    return installed("triton", "pytorch-triton", "triton-windows")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version starts with: "3.7.1+git" is (3, 7, 1)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 @dataclass(frozen=True)
@@ -31,7 +81,14 @@ class Case:
     head_dim: int
     value_dim: int
     bias: str
-    masks: tuple[str, ...]
+    masks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, head_dim: int, value_dim: int, bias: str, masks: Iterable[str] = ()
+    ) -> Case:
+        name = str(dtype).removeprefix("torch.")
+        return cls(name, padded(head_dim), padded(value_dim), bias, tuple(sorted(masks)))
 
     def __str__(self) -> str:
         heads = f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
@@ -73,11 +130,11 @@ def full_key(device: Device, case: Case, **more: Any) -> dict[str, Any]:
 
 def folder() -> Path | None:
     """The cache folder, made if need be; None unless it is the user's and nobody else may write to it."""
-    path = cache_directory()
     try:
+        path = cache_directory()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
     others = stat.S_IWGRP | stat.S_IWOTH
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & others):
@@ -121,19 +178,15 @@ def machine_lock(seconds: float) -> Iterator[None]:
     from filelock import FileLock
 
     place = folder()
-    lock = None if place is None else FileLock(place / "check.lock", timeout=seconds)
-    try:
-        if lock is not None:
-            lock.acquire()
-    except TimeoutError:
-        raise
-    except (OSError, NotImplementedError):
-        lock = None
-    try:
+    with ExitStack() as held:
+        if place is not None:
+            try:
+                held.enter_context(FileLock(place / "check.lock", timeout=seconds))
+            except TimeoutError:
+                raise
+            except (OSError, NotImplementedError):
+                pass
         yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 # Tuned tiles
@@ -143,11 +196,9 @@ def machine_lock(seconds: float) -> Iterator[None]:
 def kept_tiles(device: Device, case: Case) -> Tiles:
     """What `grape doctor --tune` kept for this dtype, head size and bias, whatever the masks; {} for nothing."""
     found = read("tiles", full_key(device, replace(case, masks=())))
-    if not isinstance(found, dict):
-        return {}
-    with suppress(TypeError, ValueError):
+    with suppress(AttributeError, TypeError):
         if all(len(tile) == 4 and all(type(n) is int for n in tile) for tile in found.values()):
-            return found
+            return found  # type: ignore[no-any-return]
     return {}
 
 

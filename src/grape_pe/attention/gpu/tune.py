@@ -7,20 +7,19 @@ kernel is kept in the cache folder, after the fastest have passed the check toge
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import child, store, verdict
-from .child import Verdict
-from .device import describe
-from .store import Case, Tiles
+from . import store, verdict
+from .store import Case, Tiles, describe
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     from .check import Problem
@@ -31,60 +30,45 @@ TOKENS = 4096
 Times = dict[str, dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Tiles that were kept, with the seconds of all that were timed; or the reason why none was kept."""
-
-    reason: str | None
-    tiles: Tiles = field(default_factory=dict)
-    times: Times = field(default_factory=dict)
-
-
 def columns() -> list[Tiles]:
     from .launch import TILES
 
     count = max(map(len, TILES.values()))
     return [
-        {name: list(astuple(tiles[min(n, len(tiles) - 1)])) for name, tiles in TILES.items()}
-        for n in range(count)
+        {name: list(tiles[min(n, len(tiles) - 1)]) for name, tiles in TILES.items()} for n in range(count)
     ]
 
 
-def tune(device: torch.device, case: Case) -> Tuning:
+def tune(device: torch.device, case: Case) -> Verdict:
     """Check and time every column in child processes, and keep the fastest tile of each kernel."""
-    case = replace(case, masks=("causal",))
-    try:
-        with store.machine_lock(4 * child.LIMIT):
-            return _tune(device, case)
-    except TimeoutError:
-        return Tuning("another process has been checking for too long")
+    return verdict.one_at_a_time(lambda: _tune(device, replace(case, masks=("causal",))))
 
 
-def _tune(device: torch.device, case: Case) -> Tuning:
-    given = {**asdict(case), "impl": "triton", "device": str(device)}
-    checked = [(column, child.run({**given, "tiles": column})) for column in columns()]
+def _tune(device: torch.device, case: Case) -> Verdict:
+    run = functools.partial(verdict.run_case, device, case)
+    checked = [(column, run(tiles=column)) for column in columns()]
     sound = [column for column, found in checked if found.ok]
     if not sound:
-        return Tuning(f"no tile passed its check: {checked[-1][1].reason}")
-    timed = child.run({**given, "tokens": TOKENS, "columns": sound})
+        return Verdict(False, f"no tile passed its check: {checked[-1][1].reason}")
+    timed = run(tokens=TOKENS, columns=sound)
     if not timed.ok:
-        return Tuning(f"the tiles could not be timed: {timed.reason}")
+        return Verdict(False, f"the tiles could not be timed: {timed.reason}")
     times = _passed(timed.times, sound)
     best = {kernel: _numbers(min(found, key=found.__getitem__)) for kernel, found in times.items()}
-    last = child.run({**given, "tiles": best})
+    last = run(tiles=best)
     if not last.ok:
-        return Tuning(f"the fastest tiles failed their check together: {last.reason}", times=times)
+        reason = f"the fastest tiles failed their check together: {last.reason}"
+        return Verdict(False, reason, times=times)
     if not store.keep_tiles(describe(device), case, best):
-        return Tuning("the cache folder cannot be used, so nothing is kept", times=times)
+        return Verdict(False, "the cache folder cannot be used, so nothing is kept", times=times)
     verdict.keep(describe(device), case, last)
-    return Tuning(None, best, times)
+    return Verdict(True, None, times=times, tiles=best)
 
 
 def _passed(times: Times, sound: list[Tiles]) -> Times:
     """Without tiles of columns that failed: the launcher takes another tile where one does not fit."""
-    allowed = {kernel: [column[kernel] for column in sound] for kernel in sound[0]}
     found = {
-        kernel: {tile: seconds for tile, seconds in rows.items() if _numbers(tile) in allowed.get(kernel, [])}
+        kernel: {tile: x for tile, x in rows.items() if _numbers(tile) in [c.get(kernel) for c in sound]}
         for kernel, rows in times.items()
     }
     return {kernel: rows for kernel, rows in found.items() if rows}
@@ -110,52 +94,42 @@ def measured(problem: Problem, given: list[Tiles]) -> Verdict:
     """Median seconds of each kernel by tile, training and decoding; each round runs every column."""
     from . import check
 
-    tensors = check.inputs(problem)
+    call = functools.partial(check.evaluate, problem, check.inputs(problem), True, (1,))
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(ROUNDS):
         for column in given:
             force(column)
-            check.evaluate(problem, tensors, True, (1,))  # compiles what is new
-            with _recorded(problem.device) as found:
-                check.evaluate(problem, tensors, True, (1,))
-            for (kernel, tile), spent in _summed(problem.device, found).items():
+            call()  # compiles what is new
+            for (kernel, tile), spent in _launch_seconds(problem.device, call).items():
                 if kernel in column:
                     seconds[kernel][tile].append(spent)
-    times = {
-        kernel: {tile: statistics.median(found) for tile, found in rows.items()}
-        for kernel, rows in seconds.items()
-    }
-    return Verdict(True, None, times=times)
+    medians = {k: {t: statistics.median(x) for t, x in rows.items()} for k, rows in seconds.items()}
+    return Verdict(True, None, times=medians)
 
 
-@contextmanager
-def _recorded(device: str) -> Iterator[list[tuple[Any, Any, Any]]]:
-    """The launches made inside, each with a mark before and after it."""
+def _launch_seconds(device: str, call: Callable[[], object]) -> dict[tuple[str, str], float]:
+    """Seconds of a call by kernel and tile, summed: it may launch a kernel several times, for some heads each."""
     from . import compile as gpu
 
-    found: list[tuple[Any, Any, Any]] = []
+    marks: list[tuple[Any, Any, Any]] = []
     plain = gpu.start
 
     def start(launch: Any) -> None:
         before = _mark(device)
         plain(launch)
-        found.append((launch, before, _mark(device)))
+        marks.append((launch, before, _mark(device)))
 
     gpu.start = start
     try:
-        yield found
+        call()
     finally:
         gpu.start = plain
-
-
-def _summed(device: str, found: list[tuple[Any, Any, Any]]) -> dict[tuple[str, str], float]:
-    """Seconds by kernel and tile. A call may launch a kernel several times, for some heads each."""
     if device != "cpu":
         torch.cuda.synchronize(device)
     total: dict[tuple[str, str], float] = defaultdict(float)
-    for launch, before, after in found:
+    for launch, before, after in marks:
         spent = after - before if device == "cpu" else before.elapsed_time(after) / 1000
-        total[launch.kernel.__name__, " ".join(map(str, astuple(launch.tile)))] += spent
+        total[launch.kernel.__name__, " ".join(map(str, launch.tile))] += spent
     return total
 
 

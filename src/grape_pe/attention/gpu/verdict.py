@@ -9,26 +9,69 @@ GRAPE_TRITON=check (default) does this; =on trusts the kernels without a check; 
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 import warnings
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import child, store
-from .child import Verdict, verdict_from
-from .device import Device, describe
-from .store import Case, padded
+from . import store
+from .store import Case, Device, Tiles, describe, padded
 
 MODES = ("check", "on", "off")
-
-
+#: seconds the child may take: most of them are spent by Triton's compiler
+LIMIT = 300.0
+#: sent by somebody else, so they say nothing of the kernels
+FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 _known: dict[tuple[Any, ...], str | None] = {}
 _warned: set[Case] = set()
 _checking = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of one check, or of the timing of tiles.
+
+    `errors` has for the output and each gradient the relative error against float64, that of the dense
+    computation in the same dtype, and what is allowed. `repeatable`: the same bits when repeated.
+    `conclusive` is False when the check could not run (no memory left, say): such a verdict is not stored.
+    `times` are median seconds by kernel and tile, where tiles were timed; `tiles` are those kept.
+    """
+
+    ok: bool
+    reason: str | None
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    repeatable: bool = True
+    seconds: float = 0.0
+    conclusive: bool = True
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
+    tiles: Tiles = field(default_factory=dict)
+
+
+def verdict_from(found: dict[str, Any]) -> Verdict:
+    """Verdict from JSON; ValueError, TypeError or KeyError where something is missing or of another type."""
+    verdict = Verdict(**found)
+    parts = (verdict.errors, verdict.times, verdict.tiles)
+    if not isinstance(verdict.ok, bool) or not all(isinstance(x, dict) for x in parts):
+        raise TypeError("not a verdict")
+    if not verdict.ok and not isinstance(verdict.reason, str):
+        raise TypeError("a failure without a reason")
+    return verdict
+
+
+# Trust
 
 
 def why_not_trusted(q: Tensor, v: Tensor, bias_kind: str, mask_names: tuple[str, ...]) -> str | None:
@@ -37,57 +80,29 @@ def why_not_trusted(q: Tensor, v: Tensor, bias_kind: str, mask_names: tuple[str,
     `bias_kind` is none | slope | path | both; `mask_names` are some of causal, window, documents, padding.
     The first call of a kind may take a minute; later ones look in a dict. Nothing waits for the device.
     """
-    passive = torch.compiler.is_compiling()
     heads = padded(q.shape[-1]), padded(v.shape[-1])
-    return _why_not(q.device, q.dtype, *heads, bias_kind, mask_names, passive)
+    return _why_not(torch.compiler.is_compiling(), q.device, q.dtype, *heads, bias_kind, mask_names)
 
 
-def _why_not(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    bias: str,
-    masks: tuple[str, ...],
-    passive: bool,
-) -> str | None:
+def _why_not(passive: bool, device: torch.device, *call: Any) -> str | None:
     """`passive`: look up only. torch.compile calls this while it traces and keeps the answer."""
-    setting = mode()
-    if setting == "on":
-        return None
-    if setting == "off":
-        return "GRAPE_TRITON=off"
-    key = (device, dtype, head_dim, value_dim, bias, masks)
-    if key in _known:
-        return _known[key]
-    case = Case(_short(dtype), head_dim, value_dim, bias, tuple(sorted(masks)))
-    return _decide(key, device, case, passive or _capturing(device))
+    mode = os.environ.get("GRAPE_TRITON") or "check"
+    if mode not in MODES:
+        raise ValueError(f"GRAPE_TRITON must be one of {', '.join(MODES)}; got {mode!r}")
+    if mode != "check":
+        return None if mode == "on" else "GRAPE_TRITON=off"
+    if (device, *call) not in _known:
+        case, found = Case.of(*call), describe(device)
+        verdict = stored(found, case)
+        if verdict is None and (passive or _capturing(device)):
+            return _unchecked(case)
+        verdict = verdict or check(device, case)
+        _known[device, *call] = None if verdict.ok else _failed(found, case, verdict)
+    return _known[device, *call]
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the package.
 _why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _decide(key: tuple[Any, ...], device: torch.device, case: Case, passive: bool) -> str | None:
-    found = describe(device)
-    verdict = stored(found, case)
-    if verdict is None and passive:
-        return _unchecked(case)
-    verdict = verdict or check(device, case)
-    _known[key] = None if verdict.ok else _failed(found, case, verdict)
-    return _known[key]
-
-
-def mode() -> str:
-    """GRAPE_TRITON, validated."""
-    chosen = os.environ.get("GRAPE_TRITON", "check")
-    if chosen not in MODES:
-        raise ValueError(f"GRAPE_TRITON must be one of {', '.join(MODES)}; got {chosen!r}")
-    return chosen
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _capturing(device: torch.device) -> bool:
@@ -149,21 +164,97 @@ def keep(device: Device, case: Case, verdict: Verdict) -> None:
 
 
 def check(device: torch.device, case: Case, again: bool = False) -> Verdict:
-    """Run the check in a child process and store its verdict; one at a time on this machine.
+    """Run the check in a child process and store its verdict.
 
     Whoever waited for another process finds that process's verdict, unless `again` asks for a new one.
     """
-    found = describe(device)
-    with _checking:
+
+    def find() -> Verdict:
+        found = describe(device)
+        verdict = None if again else stored(found, case)
+        if verdict is None:
+            verdict = run_case(device, case, tiles=store.kept_tiles(found, case))
+            keep(found, case, verdict)
+        return verdict
+
+    return one_at_a_time(find)
+
+
+def run_case(device: torch.device, case: Case, **more: Any) -> Verdict:
+    """The Triton kernels, checked in a child process; `more` as in check.main."""
+    return run({**asdict(case), "impl": "triton", "device": str(device), **more})
+
+
+def one_at_a_time(work: Callable[[], Verdict]) -> Verdict:
+    """The result of `work`, while no other process of this machine checks or tunes."""
+    try:
+        with _checking, store.machine_lock(4 * LIMIT):
+            return work()
+    except TimeoutError:
+        return Verdict(False, "another process has been checking for too long", conclusive=False)
+
+
+# The child process: its crash, its hang and whatever it prints do no harm
+
+
+def command() -> list[str]:
+    return [sys.executable, "-P", "-m", "grape_pe.attention.gpu.check"]
+
+
+def run(description: dict[str, Any]) -> Verdict:
+    """Start the child with `description` as JSON on its standard input, and read the verdict it prints.
+
+    Through files: a process that the child leaves behind would keep a pipe open.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(json.dumps({**description, "limit": LIMIT}).encode())
+        given.seek(0)
         try:
-            with store.machine_lock(4 * child.LIMIT):
-                verdict = None if again else stored(found, case)
-                if verdict is None:
-                    tiles = store.kept_tiles(found, case)
-                    verdict = child.run(
-                        {**asdict(case), "impl": "triton", "device": str(device), "tiles": tiles}
-                    )
-                    keep(found, case, verdict)
-                return verdict
-        except TimeoutError:
-            return Verdict(False, "another process has been checking for too long", conclusive=False)
+            child = subprocess.Popen(
+                command(), stdin=given, stdout=out, stderr=err, env=_environment(), start_new_session=True
+            )
+        except OSError as problem:
+            return Verdict(False, f"the check could not start: {problem}", conclusive=False)
+        code = _wait(child)
+        out.seek(0)
+        err.seek(0)
+        verdict = _read(
+            code, *(file.read().decode(errors="replace").strip().splitlines() for file in (out, err))
+        )
+    return replace(verdict, seconds=time.monotonic() - start)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this very package first on the path."""
+    path = filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")))
+    return {**os.environ, "GRAPE_TRITON": "on", "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int | None:
+    """The exit code, or None for a child that did not end; its whole process group is ended then."""
+    try:
+        return child.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if child.poll() is None:  # one that is stuck in the driver may not die: wait no longer for it
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                if os.name == "posix":
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.kill()
+                child.wait(5)
+
+
+def _read(code: int | None, out: list[str], err: list[str]) -> Verdict:
+    if code is not None and code >= 0:
+        try:
+            return verdict_from(json.loads(out[-1]))
+        except (ValueError, TypeError, KeyError, IndexError):
+            last = f": {err[-1][:300]}" if err else ""
+            return Verdict(False, f"it ended with code {code} and no readable result{last}", conclusive=False)
+    names = {number.value: number.name for number in signal.Signals}
+    name = "SIGALRM" if code is None else names.get(-code, f"signal {-code}")
+    if name == "SIGALRM":  # the child's own clock, see check.main
+        return Verdict(False, f"it did not end within {LIMIT:g} seconds")
+    return Verdict(False, f"it ended with {name}", conclusive=name not in FROM_OUTSIDE)

@@ -59,7 +59,7 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
 
 def examine(level: str, tune: bool = False) -> dict[str, Any]:
     """Everything the doctor finds, as JSON."""
-    from . import checks, machine, tiles
+    from . import checks, machine
 
     report: dict[str, Any] = {
         "level": level,
@@ -73,17 +73,12 @@ def examine(level: str, tune: bool = False) -> dict[str, Any]:
         "gpus": machine.gpus(),
         "why_no_gpu": machine.why_no_gpu(),
     }
-    gpus = [device for device in checks.devices() if device != "cpu"]
+    plans = {device: checks.plan(device, level) for device in checks.devices()}
     report["tiles"] = None
     if tune:  # first, so that the checks below use what is kept
-        report["tiles"] = [
-            row for device in gpus for row in tiles.rows(device, checks.plan(device, level), _progress)
-        ]
-    report["checks"] = [
-        asdict(row)
-        for device in checks.devices()
-        for row in checks.rows(device, checks.plan(device, level), _progress)
-    ]
+        gpus = [(device, plan) for device, plan in plans.items() if device != "cpu"]
+        report["tiles"] = [row for gpu in gpus for row in checks.tile_rows(*gpu, _progress)]
+    report["checks"] = [asdict(row) for device in plans.items() for row in checks.rows(*device, _progress)]
     report["problems"] = _problems(report)
     report["ok"] = not report["problems"]
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import statistics
@@ -15,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import attend
-from ...attention.gpu import check, child, verdict
-from ...attention.gpu.check import OURS, Problem, bias_of, inputs, why_not
-from ...attention.gpu.child import Verdict
-from ...attention.gpu.store import Case, padded
+from ...attention.gpu import check, tune, verdict
+from ...attention.gpu.api import why_not_device
+from ...attention.gpu.check import OURS, Problem, Tensors, inputs, why_not
+from ...attention.gpu.store import Case
+from ...attention.gpu.verdict import Verdict
 from .machine import scrub
 
 BIASES = ("none", "slope", "path", "both")
@@ -109,51 +111,63 @@ def _crashes(device: str) -> dict[str, str]:
     problem = Problem("cpu", "cpu", "float32", 64, 64, "both")
     if device != "cpu" or "cpu" not in implementations() or why_not(problem, inputs(problem)) is not None:
         return {}
-    found = child.run(asdict(problem))
+    found = verdict.run(asdict(problem))
     return {} if found.ok or found.errors else {"cpu": found.reason or "no result"}
 
 
 def _checked(problem: Problem, what: Plan, crashed: dict[str, str]) -> Row:
-    row = Row(
-        problem.device, problem.dtype, problem.head_dim, problem.masks, problem.bias, problem.impl, "refused"
-    )
-    tensors = inputs(problem)
-    refusal = why_not(problem, tensors)
-    if refusal is not None and why_not(problem, tensors, 1) is not None:
-        return replace(row, reason=_short(refusal))
+    p, tensors = problem, inputs(problem)
+    row = Row(p.device, p.dtype, p.head_dim, p.masks, p.bias, p.impl, "refused")
+    refusal = why_not(p, tensors)
+    if refusal is not None and why_not(p, tensors, 1) is not None:
+        return replace(row, reason=scrub(_short(refusal)))
     row = replace(row, call="training" if refusal is None else "decoding")
-    if problem.impl == "flex" and not what.compiles:
+    if p.impl == "flex" and not what.compiles:
         return replace(row, reason="checked with --full only: it compiles for minutes")
-    if problem.impl in crashed:
-        return replace(row, status="failed", reason=scrub(crashed[problem.impl]))
-    return _with_verdict(row, _verdict(problem, what))
+    if p.impl in crashed:
+        return replace(row, status="failed", reason=scrub(crashed[p.impl]))
+    return _with_verdict(row, _verdict(p, what))
 
 
 def _short(refusal: str) -> str:
     """The reason alone of "impl='x' cannot do this: reason; these can: y"."""
-    return scrub(refusal.split("cannot do this: ", 1)[-1].split("; these can", 1)[0])
+    return refusal.split("cannot do this: ", 1)[-1].split("; these can", 1)[0]
 
 
 def _verdict(problem: Problem, what: Plan) -> Verdict:
     if problem.impl != "triton" or problem.device == "cpu":
         return check.safely(problem)
-    heads = padded(problem.head_dim), padded(problem.value_dim)
-    case = Case(problem.dtype, *heads, problem.bias, tuple(sorted(problem.masks)))
+    dtype, heads = getattr(torch, problem.dtype), (problem.head_dim, problem.value_dim)
+    case = Case.of(dtype, *heads, problem.bias, problem.masks)
     return verdict.check(torch.device(problem.device), case, again=what.again)
 
 
 def _with_verdict(row: Row, found: Verdict) -> Row:
     """Only kernels of ours must repeat themselves to the bit: some of torch's add in any order."""
     good = found.ok or (not found.repeatable and row.impl not in OURS)
-    worst = max(found.errors.values(), key=lambda e: e["error"] / e["allowed"], default=None)
+    errors = found.errors.values()
     return replace(
         row,
         status="passed" if good else "failed",
-        reason=None if found.reason is None else scrub(found.reason),
-        error=max((e["error"] for e in found.errors.values()), default=None),
-        of_allowed=None if worst is None else worst["error"] / worst["allowed"],
+        reason=scrub(found.reason or "") or None,
+        error=max((e["error"] for e in errors), default=None),
+        of_allowed=max((e["error"] / e["allowed"] for e in errors), default=None),
         repeatable=found.repeatable if found.errors else None,
     )
+
+
+def tile_rows(device: str, what: Plan, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """The tiles kept for each dtype, head size and bias: `status` is kept, failed or refused."""
+    for dtype, heads, bias in itertools.product(what.dtypes, what.heads, BIASES):
+        progress(f"{device}, {dtype}, heads of {heads}, bias {bias}: timing tiles")
+        place, status = torch.device(device), "refused"
+        found = Verdict(False, why_not_device(place, getattr(torch, dtype)))
+        if found.reason is None:
+            found = tune.tune(place, Case(dtype, heads, heads, bias))
+            status = "kept" if found.ok else "failed"
+        row = {"device": device, "dtype": dtype, "head_dim": heads, "bias": bias, "status": status}
+        yield row | {"reason": scrub(found.reason or "") or None, "tiles": found.tiles, "times": found.times}
+    progress("")
 
 
 # Time and memory
@@ -165,48 +179,40 @@ def _timed(found: list[Row], problem: Problem, what: Plan) -> list[Row]:
         return found
     large = replace(problem, tokens=what.tokens)
     tensors = inputs(large)
-    runs = {row.impl: run for row in found if (run := _run(row, large, tensors)) is not None}
-    ratios = {name: _ratios(*pair, large) for name, pair in runs.items()}
-    return [replace(row, **ratios.get(row.impl, {})) for row in found]
-
-
-def _run(
-    row: Row, problem: Problem, tensors: dict[str, Tensor]
-) -> tuple[Callable[[], object], Callable[[], object]] | None:
-    """The call and torch's own: forward + backward, or one query for what only decodes."""
-    if row.status != "passed" or (row.impl == "reference" and problem.tokens > LONGEST_DENSE):
-        return None
-    mine = replace(problem, impl=row.impl)
-    few = None if row.call == "training" else 1
     plain = {name: tensors[name] for name in "qkv"}
-    return (lambda: _call(mine, tensors, few)), (lambda: _torch(plain, few))
+    rows = []
+    for row in found:
+        if row.status == "passed" and (row.impl != "reference" or what.tokens <= LONGEST_DENSE):
+            calls = _call(row, large, tensors, attend), _call(row, large, plain, _torch)
+            row = replace(row, **_ratios(*calls, large))
+        rows.append(row)
+    return rows
 
 
-def _call(problem: Problem, tensors: dict[str, Tensor], few: int | None) -> None:
-    if few is not None:
-        check.evaluate(problem, tensors, False, (few,))
-        return
-    t = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
-    y = attend(t["q"], t["k"], t["v"], bias=bias_of(t), impl=problem.impl)
-    y.sum().backward()
+def _call(row: Row, problem: Problem, t: Tensors, function: Callable[..., Tensor]) -> Callable[[], None]:
+    """Forward and backward; or one query for what only decodes."""
+    few = None if row.call == "training" else 1
+
+    def run() -> None:
+        with torch.set_grad_enabled(few is None):
+            leaves = {name: tensor.detach().requires_grad_(few is None) for name, tensor in t.items()}
+            y = check.call(replace(problem, impl=row.impl), leaves, few, function)
+            if few is None:
+                y.sum().backward()
+
+    return run
 
 
-def _torch(tensors: dict[str, Tensor], few: int | None) -> None:
-    """Causal attention without bias."""
-    if few is not None:
-        with torch.no_grad():
-            q = tensors["q"][:, :, -few:]
-            F.scaled_dot_product_attention(q, tensors["k"], tensors["v"], enable_gqa=True)
-        return
-    q, k, v = (tensors[name].detach().requires_grad_() for name in "qkv")
-    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+def _torch(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """Causal attention without bias; a single query sees every key."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
 
 
 def _ratios(ours: Callable[[], object], torchs: Callable[[], object], problem: Problem) -> dict[str, Any]:
     device = problem.device
     try:
         for run in (ours, torchs):  # the first call compiles
-            _seconds(run, device)
+            run()
         times = [_seconds(ours, device) / _seconds(torchs, device) for _ in range(ROUNDS)]
         mine, theirs = peak_bytes(ours, device), peak_bytes(torchs, device)
     except torch.OutOfMemoryError:
@@ -222,16 +228,12 @@ def _ratios(ours: Callable[[], object], torchs: Callable[[], object], problem: P
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    _synchronize(device)
+    wait = functools.partial(torch.cuda.synchronize, device) if device != "cpu" else torch.cpu.synchronize
+    wait()
     start = time.perf_counter()
     run()
-    _synchronize(device)
+    wait()
     return time.perf_counter() - start
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int | None:

@@ -20,7 +20,7 @@ import torch
 from ...attention.cpu import build
 from ...attention.gpu import store
 from ...attention.gpu.api import OLDEST_TRITON
-from ...attention.gpu.device import describe, release, triton_version
+from ...attention.gpu.store import describe, installed, release, triton_version
 
 #: whose requirements on whom are compared with what is installed
 REQUIREMENTS = (("grape-pe", "torch"), ("grape-pe", "transformers"), ("torch", "triton"))
@@ -37,13 +37,6 @@ def versions() -> dict[str, str | None]:
         "triton": triton_version(),
         "transformers": installed("transformers"),
     }
-
-
-def installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def conflicts() -> list[str]:
@@ -65,28 +58,21 @@ def _outside(who: str, what: str) -> str | None:
 
 
 def _declared(who: str, what: str) -> str | None:
-    try:
-        lines = importlib.metadata.requires(who) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for line in lines:
-        name = re.match(r"[\w.-]+", line)
-        if name is not None and name[0] == what:
-            return line[name.end() :].split(";")[0].strip(" ()")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for line in importlib.metadata.requires(who) or []:
+            name = re.match(r"[\w.-]+", line)
+            if name is not None and name[0] == what:
+                return line[name.end() :].split(";")[0].strip(" ()")
     return None
 
 
 def satisfies(version: str, wanted: str) -> bool:
     """Whether a version is within ">=2.13,<2.15" and the like."""
-    have = release(version)
-    for clause in filter(None, wanted.split(",")):
-        sign, number = re.match(r"\s*([<>=!~]*)\s*(.*)", clause).groups()  # type: ignore[union-attr]
-        if not _meets(have, sign, release(number)):
-            return False
-    return True
+    return all(_meets(release(version), *clause) for clause in re.findall(r"([<>=!~]+)\s*([^\s,]+)", wanted))
 
 
-def _meets(have: tuple[int, ...], sign: str, want: tuple[int, ...]) -> bool:
+def _meets(have: tuple[int, ...], sign: str, number: str) -> bool:
+    want = release(number)
     size = max(len(have), len(want))
     a, b = (numbers + (0,) * (size - len(numbers)) for numbers in (have, want))
     if sign == "~=":
@@ -101,21 +87,22 @@ def settings() -> dict[str, str]:
 
 def compiler() -> str | None:
     """The first line a C++ compiler prints about itself."""
-    for name in ("g++", "clang++"):
-        path = shutil.which(name)
-        if path is not None:
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-            return (done.stdout.splitlines() or [name])[0]
-    return None
+    path = shutil.which("g++") or shutil.which("clang++")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return scrub(f"{Path(path).name}, which does not run ({problem})")
+    return (done.stdout.splitlines() or [Path(path).name])[0]
 
 
 def cpu_kernel() -> dict[str, Any]:
-    """Whether the compiled CPU kernel is there; `failed`: there is a compiler, but it could not build it."""
+    """Whether the compiled CPU kernel is there; `failed`: it is not, and nobody asked for that."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reason = build.why_not()
-    details = " ".join(str(warning.message) for warning in caught)
-    return {"built": reason is None, "reason": scrub(details or reason or "") or None, "failed": bool(caught)}
+    return {"built": reason is None, "reason": scrub(reason or "") or None, "failed": bool(caught)}
 
 
 def cache() -> dict[str, Any]:
@@ -123,12 +110,8 @@ def cache() -> dict[str, Any]:
     place = store.folder()
     if place is None:
         return {"usable": False, "reason": "it cannot be made, is not yours, or others may write to it"}
-    return {
-        "usable": True,
-        "kernels": len(list(place.glob("*.so"))),
-        "verdicts": len(list(place.glob("triton-*.json"))),
-        "tuned": len(list(place.glob("tiles-*.json"))),
-    }
+    files = {"kernels": "*.so", "verdicts": "triton-*.json", "tuned": "tiles-*.json"}
+    return {"usable": True} | {name: len(list(place.glob(pattern))) for name, pattern in files.items()}
 
 
 def cpu() -> dict[str, Any]:
@@ -141,20 +124,19 @@ def cpu() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
-    return found[1] if found else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def gpus() -> list[dict[str, Any]]:
-    return [_gpu(index) for index in range(torch.cuda.device_count())]
+    return [_gpu(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
 
 
-def _gpu(index: int) -> dict[str, Any]:
-    found, limits = describe(torch.device("cuda", index)), torch.cuda.get_device_properties(index)
+def _gpu(device: torch.device) -> dict[str, Any]:
+    found, limits = describe(device), torch.cuda.get_device_properties(device)
     return {
         "name": found.name,
         "capability": ".".join(map(str, found.capability)),
@@ -176,6 +158,7 @@ def why_no_gpu() -> str | None:
 
 def scrub(text: str) -> str:
     """Without paths, the user's name and the host's name."""
+    text = re.sub(r"(['\"])(?:[A-Za-z]:)?[/\\].*?\1", r"\1<path>\1", text)  # with spaces in it
     text = re.sub(r"(?<![\w.])(?:[A-Za-z]:)?[/\\][^\s'\":,;)]+", "<path>", text)
     for name in _names():
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
@@ -183,7 +166,8 @@ def scrub(text: str) -> str:
 
 
 def _names() -> list[str]:
-    names = [socket.gethostname(), socket.gethostname().split(".")[0], Path.home().name]
-    with contextlib.suppress(OSError, KeyError):  # no such user in the password file
-        names.append(getpass.getuser())
+    names = [socket.gethostname(), socket.gethostname().split(".")[0]]
+    for name in (lambda: Path.home().name, getpass.getuser):
+        with contextlib.suppress(OSError, KeyError, RuntimeError):  # no such user in the password file
+            names.append(name())
     return [name for name in names if name]

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from . import tiles
-
 HEADER = ("bias", "implementation", "call", "check", "error", "of allowed", "same bits", "time", "memory")
 
 WORDS = 4  # columns aligned to the left
@@ -29,7 +27,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "GPU"
     yield from _gpus(report)
-    yield from tiles.lines(report["tiles"], bool(report["gpus"]))
+    yield from _tiles(report["tiles"], bool(report["gpus"]))
     for title, group in groupby(report["checks"], key=_title):
         yield ""
         yield title
@@ -37,12 +35,13 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield from LEGEND
     yield ""
     yield from _refusals(report["checks"])
-    yield from _failures(report)
+    yield "All is well." if report["ok"] else "PROBLEMS"
+    yield from (f"  {text}" for text in report["problems"])
 
 
 def _pairs(values: dict[str, Any]) -> Iterator[str]:
     for name, value in values.items():
-        yield f"  {name:<14}{'not installed' if value is None else value}"
+        yield f"  {name:<12}  {'not installed' if value is None else value}"
 
 
 def _cpu(report: dict[str, Any]) -> dict[str, str]:
@@ -68,6 +67,27 @@ def _gpus(report: dict[str, Any]) -> Iterator[str]:
             f"          {gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors, "
             f"{gpu['shared_memory_kib']} KiB of shared memory each"
         )
+
+
+def _tiles(found: list[dict[str, Any]] | None, gpus: bool) -> Iterator[str]:
+    """The part of the report about tiles; nothing unless they were asked for."""
+    if found is None:
+        return
+    yield ""
+    yield "Tiles of the Triton kernels (queries x keys / warps / stages, milliseconds; * is kept and used)"
+    if not gpus:
+        yield "  No GPU: there is nothing to time."
+    for row in found:
+        call = f"{row['device']}, {row['dtype']}, heads of {row['head_dim']}, bias {row['bias']}"
+        yield f"  {call}" + (f": nothing kept. {row['reason']}" if row["status"] != "kept" else "")
+        for kernel, times in row["times"].items():
+            cells = (_cell(tile, time, row["tiles"].get(kernel)) for tile, time in times.items())
+            yield f"    {kernel:<15}" + "   ".join(cells)
+
+
+def _cell(tile: str, seconds: float, kept: list[int] | None) -> str:
+    queries, keys, warps, stages = numbers = [int(n) for n in tile.split()]
+    return f"{queries}x{keys}/{warps}/{stages} {1000 * seconds:.3f}{'*' if numbers == kept else ''}"
 
 
 def _title(row: dict[str, Any]) -> str:
@@ -105,11 +125,3 @@ def _refusals(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield "Not used for some of these calls"
         yield from (f"  {name}: {reason}" for name, reason in found)
         yield ""
-
-
-def _failures(report: dict[str, Any]) -> Iterator[str]:
-    if report["ok"]:
-        yield "All is well."
-        return
-    yield "PROBLEMS"
-    yield from (f"  {text}" for text in report["problems"])

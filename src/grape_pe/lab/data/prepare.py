@@ -230,6 +230,7 @@ def _run(
             texts = _first_cut(texts, progress.settings["validation"] * size)
         with closing(encoded(texts, directory, workers)) as chunks:
             _write_all(chunks, writers, progress, directory, held_out, tokenizer.eos, line)
+        line.tell(100, _counts(writers, progress), last=True)
         shards = [shard for split in SPLITS for shard in writers[split].finish()]
     if {shard.split for shard in shards} != set(SPLITS):
         raise LabError("nothing is left to train on after the validation text; give more text")
@@ -260,8 +261,7 @@ def _write_all(
     committed = _total(writers)
     for chunk in chunks:
         more = _write(chunk, writers, progress, held_out, eos)
-        percent = round(100 * (chunk.fraction or 0))
-        line.tell(percent, f"{progress.documents:,} documents, {_total(writers):,} tokens")
+        line.tell(round(100 * (chunk.fraction or 0)), _counts(writers, progress))
         if not more:
             return
         if _total(writers) - committed >= COMMIT_TOKENS:
@@ -281,6 +281,10 @@ def _write(chunk: EncodedChunk, writers: Writers, progress: _State, held_out: He
         if most is not None and _total(writers) >= most:
             return False
     return True
+
+
+def _counts(writers: Writers, progress: _State) -> str:
+    return f"{progress.documents:,} documents, {_total(writers):,} tokens"
 
 
 def _total(writers: Writers) -> int:

@@ -69,8 +69,8 @@ class Scores:
         rows = [head]
         for metric in METRICS:
             each = [asdict(score) for score in self.tasks.values()]
-            cells = [_percent(score[metric], score[f"{metric}_stderr"]) for score in each]
-            rows.append([metric, *cells, _percent(self.average(metric))])
+            cells = [percent(score[metric], score[f"{metric}_stderr"]) for score in each]
+            rows.append([metric, *(cell or "-" for cell in (*cells, percent(self.average(metric))))])
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(lines)
@@ -90,9 +90,10 @@ def _number(score: TaskScore, metric: str) -> float | None:
     return score.acc if metric == "acc" or score.acc_norm is None else score.acc_norm
 
 
-def _percent(value: float | None, error: float | None = None) -> str:
+def percent(value: float | None, error: float | None = None) -> str:
+    """50.00 ± 1.00; empty where nothing was measured."""
     if value is None:
-        return "-"
+        return ""
     return f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 

@@ -1,7 +1,7 @@
 """Reports of comparisons and training runs: a self-contained page, tables for terminals and Markdown, JSON.
 
 `reading`, `runs` turn directories into `results` · `statistics`, `ranking`, `verdict` say what they mean ·
-`tables`, `text` write tables · `curves`, `scores`, `picture_figures` draw · `page` writes the HTML.
+`cells`, `tables`, `text` write tables · `curves`, `scores`, `picture_figures` draw · `page` writes the HTML.
 """
 
 from .page import report_page, write_report

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from .cells import short_count
 from .figure import Figure, Trace, View, axis, doubling_axis, gap_traces, mean_and_band, one_view
 from .ranking import budget_blocks, length_blocks, loss_blocks, text_blocks
 from .results import LanguageRun, Results
-from .statistics import Blocks
 from .stored import Curve, Evaluation, curve
-from .style import Style
-from .tables import short_count
+from .style import Looks
 
-Looks = Mapping[str, Style]
 #: points of a training curve; more would not be seen
 POINTS = 160
 #: losses this far above the best are drawn outside the frame, so that the others can be told apart
 HEADROOM = 2.0
+SEEDS = "Lines are means over seeds, bands run from the lowest to the highest seed."
 
 
 def loss_figures(results: Results, looks: Looks) -> list[Figure]:
@@ -38,8 +38,7 @@ def _traces(
     out = []
     for arm in results.arms:
         seeds = found.units if arm.label in found.means else arm.language
-        runs = [of(arm.language[seed]) for seed in seeds]
-        out += mean_and_band(arm.label, looks[arm.label], runs, markers)
+        out += mean_and_band(arm.label, looks[arm.label], [of(arm.language[seed]) for seed in seeds], markers)
     return out
 
 
@@ -47,51 +46,55 @@ def _evaluated(of: Callable[[Evaluation], Curve]) -> Callable[[LanguageRun], Cur
     return lambda run: {} if run.evaluation is None else of(run.evaluation)
 
 
+def _losses(
+    key: str, title: str, caption: str, data: list[Trace], across: dict[str, Any], **more: Any
+) -> Figure:
+    layout = {"xaxis": across, "yaxis": axis("loss (nats a token)", **_frame(data))}
+    return Figure(key, title, caption, one_view(data), layout, **more)
+
+
+def _gaps(
+    key: str, title: str, caption: str, views: list[View], across: dict[str, Any], **more: Any
+) -> Figure:
+    data = [trace for view in views for trace in view.data]
+    down = axis("loss difference", zeroline=True, zerolinecolor="var(--muted)", **_frame(data))
+    return Figure(key, title, caption + _outside(data), views, {"xaxis": across, "yaxis": down}, **more)
+
+
 def budget_figures(results: Results, looks: Looks) -> list[Figure]:
     """Loss against tokens, and how far each arm is behind the one that is best in the end."""
     found = budget_blocks(results)
     if not found:
         return []
-    ticks = {"tickvals": list(found), "ticktext": [short_count(tokens) for tokens in found]}
-    across = axis("tokens trained on", type="log", **ticks)
-    data = _traces(
-        results, looks, _evaluated(lambda run: curve((b.tokens, b.loss) for b in run.budgets)), True
-    )
+    names = [short_count(tokens) for tokens in found]
+    across = axis("tokens trained on", type="log", tickvals=list(found), ticktext=names)
+    points = _evaluated(lambda run: curve((b.tokens, b.loss) for b in run.budgets))
     best = list(found.values())[-1].best
-    return [
-        Figure(
-            "budgets",
-            "Loss by tokens trained on",
-            "Validation loss of a model trained on so many tokens, its learning rate brought down to the end each "
-            "time. Lines are means over seeds, bands run from the lowest to the highest seed.",
-            one_view(data),
-            {"xaxis": across, "yaxis": axis("loss (nats a token)", **_frame(data))},
-        ),
-        Figure(
-            "budget-gaps",
-            f"Behind {best}, by tokens trained on",
-            "Differences of runs of the same seed. Bars: 95% intervals over seeds, simultaneous over all pairs of "
-            "encodings at one budget; one that stays off zero is beyond chance. Whether a gap closes is judged on its "
-            "change within seeds (last column of the table), not by comparing bars.",
-            one_view(gap_traces(found, best, looks)),
-            {"xaxis": across, "yaxis": axis("loss difference", zeroline=True, zerolinecolor="var(--muted)")},
-        ),
-    ]
+    losses = _losses(
+        "budgets", "Loss by tokens trained on",
+        "Validation loss of a model trained on so many tokens, its learning rate brought down to the end each "
+        f"time. {SEEDS}",
+        _traces(results, looks, points, markers=True), across,
+    )  # fmt: skip
+    gaps = _gaps(
+        "budget-gaps", f"Behind {best}, by tokens trained on",
+        "Differences of runs of the same seed. Bars: 95% intervals over seeds, simultaneous over all pairs of "
+        "encodings at one budget; one that stays off zero is beyond chance. Whether a gap closes is judged on its "
+        "change within seeds (last column of the table), not by comparing bars.",
+        [View("", gap_traces(found, best, looks))], across,
+    )  # fmt: skip
+    return [losses, gaps]
 
 
 def training(results: Results, looks: Looks) -> Figure:
     runs = [run for arm in results.arms for run in arm.language.values()]
-    last = max((x for run in runs for x in run.train_curve), default=0)
-    bin_width = max(1.0, last / POINTS)
-    data = _traces(results, looks, lambda run: _binned(run.train_curve, bin_width))
-    return Figure(
-        "training",
-        "Training loss",
-        "Lines are means over seeds, bands run from the lowest to the highest seed. A seed moves all "
-        "encodings together, so bands may overlap where a difference is beyond chance; the table says where.",
-        one_view(data),
-        {"xaxis": axis("step"), "yaxis": axis("loss (nats a token)", **_frame(data))},
+    bin_width = max(1.0, max((x for run in runs for x in run.train_curve), default=0) / POINTS)
+    caption = (
+        f"{SEEDS} A seed moves all encodings together, so bands may overlap where a difference is beyond chance; "
+        "the table says where."
     )
+    data = _traces(results, looks, lambda run: _binned(run.train_curve, bin_width))
+    return _losses("training", "Training loss", caption, data, axis("step"))
 
 
 def _binned(curve: Curve, width: float) -> Curve:
@@ -102,73 +105,60 @@ def _binned(curve: Curve, width: float) -> Curve:
 
 
 def validation(results: Results, looks: Looks) -> Figure:
+    caption = "The same fixed validation text for every run. The end of each curve is what the ranking uses."
     data = _traces(results, looks, lambda run: run.validation_curve, markers=True)
-    return Figure(
-        "validation",
-        "Validation loss",
-        "The same fixed validation text for every run. The end of each curve is what the ranking uses.",
-        one_view(data),
-        {"xaxis": axis("step"), "yaxis": axis("loss (nats a token)", **_frame(data))},
-    )
+    return _losses("validation", "Validation loss", caption, data, axis("step"))
 
 
 def by_position(results: Results, looks: Looks) -> Figure:
     points = _evaluated(lambda run: curve(zip(run.by_position.position, run.by_position.loss, strict=False)))
     data = _traces(results, looks, points)
-    layout: dict[str, Any] = {
-        "xaxis": doubling_axis("position in the text", max((x for t in data for x in t["x"]), default=1)),
-        "yaxis": axis("loss (nats a token)", **_frame(data)),
-    }
-    if results.train_length:
-        layout |= _mark(results.train_length, "training length")
-    return Figure(
-        "by-position",
-        "Loss by position",
+    across = doubling_axis("position in the text", max((x for t in data for x in t["x"]), default=1))
+    caption = (
         "How well the token at each position is predicted. A falling curve uses its context; one that turns "
-        f"up to the right of the training length does not carry over to longer texts.{_outside(data)}",
-        one_view(data),
-        layout,
-        wide=True,
+        f"up to the right of the training length does not carry over to longer texts.{_outside(data)}"
     )
+    figure = _losses("by-position", "Loss by position", caption, data, across, wide=True)
+    return replace(figure, layout={**figure.layout, **_mark(results.train_length, "training length")})
 
 
-def _mark(x: float, text: str) -> dict[str, Any]:
+def _mark(x: float | None, text: str) -> dict[str, Any]:
     """A thin line at x. (Annotations on a log axis are placed at log10 x by plotly, shapes at x.)"""
+    if not x:
+        return {}
+    muted = {"color": "var(--muted)"}
     line = {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     note = {"x": math.log10(x), "yref": "paper", "y": 1, "text": text, "showarrow": False, "xanchor": "right"}
     return {
-        "shapes": [{**line, "line": {"color": "var(--muted)", "dash": "dot", "width": 1}}],
-        "annotations": [
-            {**note, "yanchor": "top", "xshift": -4, "font": {"color": "var(--muted)", "size": 11}}
-        ],
+        "shapes": [{**line, "line": {**muted, "dash": "dot", "width": 1}}],
+        "annotations": [{**note, "yanchor": "top", "xshift": -4, "font": {**muted, "size": 11}}],
     }
 
 
 def extrapolation(results: Results, looks: Looks, windowed: bool) -> Figure:
-    base = results.train_length or 1
+    base, ticks = results.train_length or 1, _multiples(results, windowed)
     points = _evaluated(
         lambda run: curve(
             (e.length / base, e.loss) for e in run.extrapolation if (e.window is not None) == windowed
         )
     )
     data = _traces(results, looks, points, markers=True)
-    ticks = [length / base for length in results.lengths(windowed)]
-    how = "with a window of the training length" if windowed else "full attention"
-    look = (
-        "Attention reaches back one training length only, so no distance is new. Compare with full "
-        "attention: the difference is what unknown distances cost."
+    key, how, look = (
+        ("window", "with a window of the training length",
+         "Attention reaches back one training length only, so no distance is new. Compare with full "
+         "attention: the difference is what unknown distances cost.")
         if windowed
-        else "Flat or falling is good: the encoding copes with distances it was never trained on."
+        else ("full", "full attention",
+              "Flat or falling is good: the encoding copes with distances it was never trained on.")
+    )  # fmt: skip
+    span = (
+        f"Loss on texts of 1 to {max(ticks, default=1):g} times the training length. {look}{_outside(data)}"
     )
-    return Figure(
-        f"extrapolation-{'window' if windowed else 'full'}",
-        f"Longer texts, {how}",
-        f"Loss on texts of 1 to {ticks[-1]:g} times the training length. {look}{_outside(data)}"
-        if ticks
-        else "",
-        one_view(data),
-        {"xaxis": _times(ticks), "yaxis": axis("loss (nats a token)", **_frame(data))},
-    )
+    return _losses(f"extrapolation-{key}", f"Longer texts, {how}", span, data, _times(ticks))
+
+
+def _multiples(results: Results, windowed: bool = False) -> list[float]:
+    return [length / (results.train_length or 1) for length in results.lengths(windowed)]
 
 
 def _times(ticks: list[float]) -> dict[str, Any]:
@@ -178,58 +168,43 @@ def _times(ticks: list[float]) -> dict[str, Any]:
 
 def behind_by_length(results: Results, looks: Looks) -> Figure:
     """Differences to the best arm at each length, with the two kinds of interval."""
-    base, lengths = results.train_length or 1, results.lengths()
-    ranked = loss_blocks(results)
-    best = ranked.best if ranked.means else ""
-    over: dict[str, Callable[[Results, int], Blocks]] = {
-        "seeds: other training runs, the same text": length_blocks,
-        "text: the same models, other text": text_blocks,
-    }
+    best, times = next(iter(loss_blocks(results).order), ""), _multiples(results)
     views = []
-    for name, compared in over.items():
-        found = {length / base: compared(results, length) for length in lengths}
-        views.append(
-            View(name, gap_traces({x: each for x, each in found.items() if best in each.means}, best, looks))
-        )
-    data = [trace for view in views for trace in view.data]
-    return Figure(
-        "behind-by-length",
-        f"Behind {best}, by length",
+    for name, compared in (
+        ("seeds: other training runs, the same text", length_blocks),
+        ("text: the same models, other text", text_blocks),
+    ):
+        found = dict(zip(times, (compared(results, length) for length in results.lengths()), strict=True))
+        known = {x: each for x, each in found.items() if best in each.means}
+        views += [View(name, gap_traces(known, best, looks))] if known else []
+    return _gaps(
+        "behind-by-length", f"Behind {best}, by length",
         "Full attention. 95% intervals, simultaneous over all pairs of encodings at one length. Those over seeds "
-        "pair runs of a seed, those over text pair stretches of text; each covers its own uncertainty only."
-        f"{_outside(data)}",
-        [view for view in views if view.data],
-        {
-            "xaxis": _times([length / base for length in lengths]),
-            "yaxis": axis("loss difference", zeroline=True, zerolinecolor="var(--muted)", **_frame(data)),
-        },
-        choose="Intervals over",
-        wide=True,
-    )
-
-
-def _lines(data: list[Trace]) -> list[list[float]]:
-    return [trace["y"] for trace in data if "name" in trace and trace["y"]]
+        "pair runs of a seed, those over text pair stretches of text; each covers its own uncertainty only.",
+        views, _times(times), choose="Intervals over", wide=True,
+    )  # fmt: skip
 
 
 def _frame(data: list[Trace]) -> dict[str, Any]:
     """A range that keeps the best curves readable when others leave it far above."""
-    lines = _lines(data)
-    if not lines or max(map(max, lines)) <= _ceiling(lines):
+    top, gone = _leaving(data)
+    if not gone:
         return {}
-    low = min(map(min, lines))
-    return {"range": [low - 0.05 * (_ceiling(lines) - low), _ceiling(lines)]}
+    low = min(min(trace["y"]) for trace in data if "name" in trace and trace["y"])
+    return {"range": [low - 0.05 * (top - low), top]}
 
 
-def _ceiling(lines: list[list[float]]) -> float:
-    """Above the best curve's start and above half the curves' ends, with headroom."""
-    ends = sorted(line[-1] for line in lines)
-    return max(ends[len(ends) // 2], min(map(min, lines))) + HEADROOM
+def _leaving(data: list[Trace]) -> tuple[float, list[str]]:
+    """The top of the frame, above half the curves' ends and the lowest loss, and the arms that go beyond it."""
+    lines = [trace for trace in data if "name" in trace and trace["y"]]
+    if not lines:
+        return math.inf, []
+    ends = sorted(trace["y"][-1] for trace in lines)
+    top = max(ends[len(ends) // 2], min(min(trace["y"]) for trace in lines)) + HEADROOM
+    return top, list(dict.fromkeys(trace["meta"]["arm"] for trace in lines if max(trace["y"]) > top))
 
 
 def _outside(data: list[Trace]) -> str:
-    lines = _lines(data)
-    if not lines:
-        return ""
-    gone = [t["meta"]["arm"] for t in data if "name" in t and t["y"] and max(t["y"]) > _ceiling(lines)]
-    return f" {', '.join(gone)} leave the frame; double-click shows all." if gone else ""
+    _, gone = _leaving(data)
+    leave = "leaves" if len(gone) == 1 else "leave"
+    return f" {', '.join(gone)} {leave} the frame; double-click shows all." if gone else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from .statistics import Blocks
 from .stored import Curve
-from .style import Style
+from .style import Looks, Style
 
 Trace = dict[str, Any]
 
@@ -45,8 +45,7 @@ class Figure:
 
     def payload(self) -> dict[str, Any]:
         """What the script reads."""
-        views = [{"label": view.label, "data": list(view.data)} for view in self.views]
-        return {"views": views, "layout": dict(self.layout), "title": self.title}
+        return {"views": [{"data": list(view.data)} for view in self.views], "layout": dict(self.layout)}
 
 
 def one_view(data: Iterable[Trace]) -> tuple[View, ...]:
@@ -66,9 +65,8 @@ def doubling_axis(title: str, top: float) -> dict[str, Any]:
 
 def decade_axis(title: str, values: Iterable[float | None]) -> dict[str, Any]:
     """A logarithmic axis with a few ticks at powers of ten."""
-    known = [v for v in values if v is not None and v > 0]
-    low, high = (math.log10(f(known, default=1.0)) for f in (min, max))
-    first, last = math.floor(low), math.ceil(high)
+    known = [v for v in values if v is not None and v > 0] or [1.0]
+    first, last = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
     powers = range(first, last + 1, max(1, -(-(last - first) // 6)))
     names = [f"{10.0**k:g}" if -3 <= k <= 5 else f"10<sup>{k}</sup>" for k in powers]
     return axis(title, type="log", tickvals=[10.0**k for k in powers], ticktext=names)
@@ -84,69 +82,55 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def over_seeds(curves: Iterable[Curve]) -> dict[float, list[float]]:
-    """x to the values of all seeds that have it, in order of x."""
-    out: dict[float, list[float]] = {}
-    for curve in curves:
-        for x, y in curve.items():
-            out.setdefault(x, []).append(y)
-    return dict(sorted(out.items()))
+def line(x: Sequence[float], y: Sequence[float | None], **more: Any) -> Trace:
+    return {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), **more}
+
+
+def band(x: Sequence[float], low: Sequence[Any], high: Sequence[Any], style: Style, opacity: float) -> Trace:
+    """A shaded area between two curves."""
+    look = {
+        "fill": "toself",
+        "fillcolor": style.faint(opacity),
+        "line": {"width": 0, "color": style.faint(0)},
+    }
+    return line([*x, *x[::-1]], [*high, *low[::-1]], hoverinfo="skip", **look)
+
+
+def arm_line(label: str, style: Style, x: Sequence[float], y: Iterable[float], markers: bool) -> Trace:
+    return line(
+        x, [short(v) for v in y], name=plot_text(label), meta={"arm": label}, hovertemplate="%{y:.4f}",
+        mode="lines+markers" if markers else "lines",
+        line={"color": style.color, "dash": style.dash, "width": 2},
+        marker={"color": style.color, "symbol": style.symbol, "size": 7},
+    )  # fmt: skip
 
 
 def mean_and_band(label: str, style: Style, curves: Iterable[Curve], markers: bool = False) -> list[Trace]:
     """The mean over seeds as a line; behind it the range from the lowest to the highest seed."""
-    points = over_seeds(curves)
-    if not points:
+    points: dict[float, list[float]] = {}
+    for curve in curves:
+        for x, y in curve.items():
+            points.setdefault(x, []).append(y)
+    at = sorted(points)
+    if not at:
         return []
-    x = [short(v) for v in points]
-    mean = [short(sum(ys) / len(ys)) for ys in points.values()]
-    line = _line(label, style, x, mean, markers)
-    if all(len(ys) == 1 for ys in points.values()):
-        return [line]
-    low, high = ([short(f(ys)) for ys in points.values()] for f in (min, max))
-    band: Trace = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": x + x[::-1],
-        "y": high + low[::-1],
-        "fill": "toself",
-        "fillcolor": style.faint(0.16),
-        "line": {"width": 0, "color": style.faint(0)},
-        "hoverinfo": "skip",
-        "meta": {"arm": label},
-    }
-    return [band, line]
+    across, values = [short(v) for v in at], [points[v] for v in at]
+    mean = arm_line(label, style, across, (sum(ys) / len(ys) for ys in values), markers)
+    if all(len(ys) == 1 for ys in values):
+        return [mean]
+    low, high = ([short(f(ys)) for ys in values] for f in (min, max))
+    return [band(across, low, high, style, 0.16) | {"meta": {"arm": label}}, mean]
 
 
-def _line(label: str, style: Style, x: list[float], y: list[float], markers: bool) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if markers else "lines",
-        "x": x,
-        "y": y,
-        "name": plot_text(label),
-        "meta": {"arm": label},
-        "line": {"color": style.color, "dash": style.dash, "width": 2},
-        "marker": {"color": style.color, "symbol": style.symbol, "size": 7},
-        "hovertemplate": "%{y:.4f}",
-    }
-
-
-def gap_traces(found: Mapping[Any, Blocks], best: str, looks: Mapping[str, Style]) -> list[Trace]:
+def gap_traces(found: Mapping[Any, Blocks], best: str, looks: Looks) -> list[Trace]:
     """Differences to one arm at each x, with their intervals."""
     out = []
     for label in dict.fromkeys(label for each in found.values() for label in each.means):
         gaps = {x: each.difference(label, best) for x, each in found.items() if label in each.means}
-        trace = _line(label, looks[label], list(gaps), [short(gap.mean) for gap in gaps.values()], True)
+        trace = arm_line(label, looks[label], list(gaps), (gap.mean for gap in gaps.values()), True)
         margins = [0.0 if gap.high is None else short(gap.high - gap.mean) for gap in gaps.values()]
-        if any(margins):
-            trace["error_y"] = {
-                "type": "data",
-                "array": margins,
-                "color": looks[label].color,
-                "thickness": 1.2,
-            }
-        out.append(trace)
+        bars = {"type": "data", "array": margins, "color": looks[label].color, "thickness": 1.2}
+        out.append(trace | ({"error_y": bars} if any(margins) else {}))
     return out
 
 

@@ -113,8 +113,8 @@
     const column = [...head.parentNode.children].indexOf(head);
     const up = head.getAttribute("aria-sort") !== "ascending";
     const value = (row) => {
-      const said = row.children[column].dataset.value;
-      return said === "" ? Infinity * (up ? 1 : -1) : Number.isNaN(Number(said)) ? said : Number(said);
+      const text = row.children[column].dataset.value;
+      return text === "" ? Infinity * (up ? 1 : -1) : Number.isNaN(Number(text)) ? text : Number(text);
     };
     const order = (a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (up ? 1 : -1);
     body.append(...[...body.rows].sort(order));

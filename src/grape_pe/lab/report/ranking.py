@@ -5,7 +5,8 @@ Arms are compared if they belong to the first recipe and no run of theirs diverg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,39 +58,40 @@ def length_blocks(results: Results, length: int, window: int | None = None) -> B
     return _blocks(results, lambda run: run.loss_at(length, window))
 
 
-def text_blocks(results: Results, length: int, window: int | None = None) -> Blocks:
+def text_blocks(results: Results, length: int) -> Blocks:
     """Losses at one length, stretch by stretch: would these models say the same about other text?"""
-    seeds = length_blocks(results, length, window).units
+    seeds = length_blocks(results, length).units
     found: dict[str, dict[int, float]] = {}
     for arm in _compared(results):
-        entries = [each.at(length, window) for seed, each in arm.evaluations.items() if seed in seeds]
+        entries = [each.at(length) for seed, each in arm.evaluations.items() if seed in seeds]
         texts = [entry.stretches for entry in entries if entry is not None]
         if seeds and len(texts) == len(seeds) and len({len(text) for text in texts}) == 1:
             columns = enumerate(zip(*texts, strict=True))
             found[arm.label] = {i: sum(x) / len(x) for i, x in columns if all(v is not None for v in x)}  # type: ignore[arg-type]
     found = {label: each for label, each in found.items() if each}
     same_text = len({max(each) for each in found.values()}) == 1
-    return blocks(found, pooled=False) if same_text else Blocks((), {})
-
-
-def _budgets(run: Evaluation) -> dict[int, float | None]:
-    return {each.tokens: each.loss for each in run.budgets}
+    return blocks(found, pooled=False) if same_text else Blocks()
 
 
 def diverged_at(arm: ArmResults, tokens: int) -> bool:
     """Whether a run of this arm ended without a loss at this budget."""
-    found = [_budgets(run) for run in arm.evaluations.values()]
-    return any(tokens in each and each[tokens] is None for each in found)
+    return any((tokens, None) in run.at_budgets.items() for run in arm.evaluations.values())
+
+
+def _sound_blocks(
+    results: Results, of: Callable[[Evaluation], float | None], budgets: Sequence[int]
+) -> Blocks:
+    """Of the arms that did not diverge at any of these budgets."""
+    sound = [arm for arm in results.arms if not any(diverged_at(arm, n) for n in budgets)]
+    return _blocks(replace(results, arms=tuple(sound)), of)
 
 
 def budget_blocks(results: Results) -> dict[int, Blocks]:
     """Losses after each number of tokens, seed by seed; empty with fewer than two budgets."""
-    out: dict[int, Blocks] = {}
-    for n in sorted({n for run in results.evaluations for n in _budgets(run)}):
-        sound = [arm for arm in results.arms if not diverged_at(arm, n)]
-        found = _blocks(replace(results, arms=tuple(sound)), lambda run, n=n: _budgets(run).get(n))  # type: ignore[misc]
-        out |= {n: found} if found.means else {}
-    return out if len(out) > 1 else {}
+    budgets = sorted({n for run in results.evaluations for n in run.at_budgets})
+    every = {n: _sound_blocks(results, lambda run, n=n: run.at_budgets.get(n), [n]) for n in budgets}  # type: ignore[misc]
+    found = {n: each for n, each in every.items() if each.means}
+    return found if len(found) > 1 else {}
 
 
 def trend_blocks(results: Results) -> Blocks:
@@ -99,14 +101,13 @@ def trend_blocks(results: Results) -> Blocks:
     """
     tokens = list(budget_blocks(results))
     if not tokens:
-        return Blocks((), {})
+        return Blocks()
 
     def change(run: Evaluation) -> float | None:
-        first, last = (_budgets(run).get(n) for n in (tokens[0], tokens[-1]))
+        first, last = (run.at_budgets.get(n) for n in (tokens[0], tokens[-1]))
         return None if first is None or last is None else last - first
 
-    sound = [arm for arm in results.arms if not any(diverged_at(arm, n) for n in (tokens[0], tokens[-1]))]
-    return _blocks(replace(results, arms=tuple(sound)), change)
+    return _sound_blocks(results, change, [tokens[0], tokens[-1]])
 
 
 def task_blocks(results: Results) -> Blocks:
@@ -117,21 +118,17 @@ def task_blocks(results: Results) -> Blocks:
 
 def scored_by(results: Results, task: str) -> Kind:
     """The score that tells runs apart: samples solved exactly, unless that is near 0 or near 1 for all of them."""
-    for kind in ("exact", "token"):
-        means = [
-            _mean(_of_task(scores, task), kind) for arm in results.arms for scores in arm.scores.values()
-        ]
+    runs = [scores for arm in results.arms for scores in arm.scores.values()]
+    kinds: tuple[Kind, ...] = ("exact", "token")
+    for kind in kinds:
+        means = [mean_score([each for each in scores if each.task == task], kind) for scores in runs]
         known = [mean for mean in means if mean is not None]
         if known and max(known) > FLOOR and min(known) < 1 - FLOOR:
             return kind
     return "exact"
 
 
-def _of_task(scores: tuple[Score, ...], task: str) -> list[Score]:
-    return [score for score in scores if score.task == task]
-
-
-def _mean(scores: list[Score], kind: Kind) -> float | None:
+def mean_score(scores: Sequence[Score], kind: Kind) -> float | None:
     values = [value for score in scores if (value := getattr(score, kind)) is not None]
     return sum(values) / len(values) if values else None
 
@@ -139,35 +136,33 @@ def _mean(scores: list[Score], kind: Kind) -> float | None:
 def task_scores(results: Results, arm: ArmResults) -> dict[int, float]:
     """Seed to the mean score: over lengths and splits within a task, then over tasks."""
     kinds = {task: scored_by(results, task) for task in results.tasks}
-    out = {}
+    out: dict[int, float] = {}
     for seed, scores in arm.scores.items():
-        means = [_mean(_of_task(scores, task), kind) for task, kind in kinds.items()]
+        means = [mean_score([s for s in scores if s.task == task], kind) for task, kind in kinds.items()]
         known = [mean for mean in means if mean is not None]
-        if known:
-            out[seed] = sum(known) / len(known)
+        out |= {seed: sum(known) / len(known)} if known else {}
     return out
 
 
 def ranking(results: Results) -> list[Row]:
     """Rows by validation loss, those that cannot be compared last; without a loss, by tasks solved."""
-    found = loss_blocks(results)
-    far = length_blocks(results, results.longest) if results.longest else Blocks((), {})
-    tasks = task_blocks(results)
-    rows = [_row(results, arm, found, far, tasks) for arm in results.arms]
-    rows.sort(
-        key=lambda row: (row.label not in found.means, _mean_of(row.val_loss), -_mean_of(row.tasks, -1.0))
-    )
-    best = rows[0].label if rows and rows[0].label in found.means else None
-    return [
-        replace(row, behind=found.difference(row.label, best))
-        if best is not None and row.label != best and row.label in found.means
-        else row
-        for row in rows
-    ]
+    found, tasks = loss_blocks(results), task_blocks(results)
+    far = length_blocks(results, results.longest) if results.longest else Blocks()
+
+    def place(row: Row) -> tuple[bool, float, float]:
+        loss = row.val_loss.mean if row.val_loss else math.inf
+        return row.label not in found.means, loss, -row.tasks.mean if row.tasks else 1.0
+
+    rows = sorted((_row(results, arm, found, far, tasks) for arm in results.arms), key=place)
+    ranked = [row.label for row in rows if row.label in found.means]
+    behind = {label: found.difference(label, ranked[0]) for label in ranked[1:]}
+    return [replace(row, behind=behind.get(row.label)) for row in rows]
 
 
-def _mean_of(summary: Summary | None, missing: float = float("inf")) -> float:
-    return missing if summary is None else summary.mean
+def in_order(results: Results) -> list[ArmResults]:
+    """Arms in the order of the ranking."""
+    arms = {arm.label: arm for arm in results.arms}
+    return [arms[row.label] for row in ranking(results)]
 
 
 def _row(results: Results, arm: ArmResults, found: Blocks, far: Blocks, tasks: Blocks) -> Row:
@@ -177,8 +172,10 @@ def _row(results: Results, arm: ArmResults, found: Blocks, far: Blocks, tasks: B
         return summarize([values[seed] for seed in seeds])
 
     losses, solved = arm.values(lambda run: run.val_loss), task_scores(results, arm)
-    long = arm.values(lambda run: run.loss_at(results.longest or 0))
-    short = arm.values(lambda run: run.loss_at(results.train_length or 0))
+    long, short = (
+        arm.values(lambda run, n=n: run.loss_at(n or 0))  # type: ignore[misc]
+        for n in (results.longest, results.train_length)
+    )
     val_loss = over(losses, found)
     return Row(
         label=arm.label,
@@ -186,9 +183,7 @@ def _row(results: Results, arm: ArmResults, found: Blocks, far: Blocks, tasks: B
         val_loss=val_loss,
         behind=None,
         long_loss=over(long, far),
-        growth=over({s: long[s] - short[s] for s in long if s in short}, far)
-        if long.keys() <= short.keys()
-        else None,
+        growth=over({s: long[s] - short[s] for s in long}, far) if long.keys() <= short.keys() else None,
         solved=solved,
         tasks=over(solved, tasks),
         speed=summarize(list(arm.values(lambda run: run.tokens_per_second).values())),
@@ -199,9 +194,5 @@ def _row(results: Results, arm: ArmResults, found: Blocks, far: Blocks, tasks: B
 
 def _status(arm: ArmResults, left_out: int) -> str:
     """Empty when every seed is there and compared."""
-    counts = (
-        (arm.diverged, "diverged"),
-        (arm.missing, "not done"),
-        (left_out, "of a seed that others lack"),
-    )
-    return ", ".join(f"{n} of {len(arm.language)} {what}" for n, what in counts if n)
+    counts = {"diverged": arm.diverged, "not done": arm.missing, "of a seed that others lack": left_out}
+    return ", ".join(f"{n} of {len(arm.language)} {what}" for what, n in counts.items() if n)

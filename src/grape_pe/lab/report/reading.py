@@ -9,8 +9,8 @@ results.arms[0].language[0].evaluation.val_loss
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,8 @@ def read_results(places: Sequence[Path]) -> Results:
     if not recipes:
         raise LabError("no results given; name a directory that grape compare or grape train wrote")
     notes.extend(recipe_differences(recipes))
-    return Results(
-        tuple(_named(list(arms.values()), recipes)), tuple(recipes), tuple(tasks), tuple(notes), scores
-    )
+    labelled = tuple(_named(list(arms.values()), recipes))
+    return Results(labelled, tuple(recipes), tuple(tasks), tuple(notes), scores)
 
 
 def _source(place: Path, notes: list[str]) -> Source:
@@ -93,13 +92,6 @@ def _recipe(name: str, stored: StoredComparison) -> Recipe:
     return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command)
 
 
-StoredRuns = Mapping[tuple[str, str, int, str], Evaluation]
-
-
-def _by_key(found: Sequence[Evaluation]) -> StoredRuns:
-    return {(each.kind, each.label, each.seed, each.task or ""): each for each in found}
-
-
 def _from_file(path: Path) -> Source:
     """Results without the runs' directories: no training curves and no pictures."""
     if not path.is_file():
@@ -109,29 +101,52 @@ def _from_file(path: Path) -> Source:
         arms = {each.label: Arm.parse(each.label) for each in found}
         tasks = dict.fromkeys(each.task for each in found if each.task)
         stored = StoredComparison(arms=list(arms.values()), tasks=list(tasks))
-    runs = _by_key(found)
     language = any(each.kind == "language" for each in found)
-    return _recipe(path.stem, stored), stored.tasks, list(_arms(Path(), stored, runs, language, []))
+    return _recipe(path.stem, stored), stored.tasks, list(_Runs(Path(), found, []).arms(stored, language))
 
 
 def _from_comparison(directory: Path, notes: list[str]) -> Source:
     stored = read_comparison(directory / "compare.json")
-    runs = _by_key(read_lines(directory / "results.jsonl")[1])
-    language = bool(stored.comparison.get("language", True))
-    arms = list(_arms(directory, stored, runs, language, notes))
+    runs = _Runs(directory, read_lines(directory / "results.jsonl")[1], notes)
+    arms = list(runs.arms(stored, bool(stored.comparison.get("language", True))))
     return _recipe(directory.resolve().name, stored), stored.tasks, arms
 
 
-def _arms(
-    directory: Path, stored: StoredComparison, runs: StoredRuns, language: bool, notes: list[str]
-) -> Iterator[ArmResults]:
-    for arm in stored.arms:
-        label = arm.label
-        seeds = dict.fromkeys((*stored.seeds, *(seed for _, name, seed, _ in runs if name == label)))
-        text = {seed: _language_run(directory, label, seed, runs, notes) for seed in seeds if language}
-        scores = {seed: tuple(_scores(directory, stored.tasks, label, seed, runs)) for seed in seeds}
-        options = {**_recipe_options(stored), **arm.options}
-        yield ArmResults(label, arm.model_copy(update={"options": options}), 0, text, scores)
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of a comparison: what a run's directory has; a line of results.jsonl stands in for one that is gone."""
+
+    directory: Path
+    lines: Sequence[Evaluation]
+    notes: list[str]
+
+    def arms(self, stored: StoredComparison, language: bool) -> Iterator[ArmResults]:
+        for arm in stored.arms:
+            label = arm.label
+            seeds = dict.fromkeys((*stored.seeds, *(each.seed for each in self.lines if each.label == label)))
+            text = {seed: self.language_run(label, seed) for seed in seeds if language}
+            scores = {seed: tuple(self.scores(stored.tasks, label, seed)) for seed in seeds}
+            options = {**_recipe_options(stored), **arm.options}
+            yield ArmResults(label, arm.model_copy(update={"options": options}), 0, text, scores)
+
+    def evaluation(self, run: Path, label: str, seed: int, task: str | None = None) -> Evaluation | None:
+        path, kind = run / "evaluation.json", "task" if task else "language"
+        if path.exists():
+            return read_evaluation(path)
+        wanted = (kind, label, seed, task)
+        return next(
+            (e for e in self.lines[::-1] if (e.kind, e.label, e.seed, e.task or None) == wanted), None
+        )
+
+    def language_run(self, label: str, seed: int) -> LanguageRun:
+        run = self.directory / "runs" / f"{label}-s{seed}"
+        picture = _picture(run / "picture.json", self.notes)
+        return LanguageRun(seed, self.evaluation(run, label, seed), *curves(read_metrics(run)), picture)
+
+    def scores(self, tasks: Sequence[str], label: str, seed: int) -> Iterator[Score]:
+        for task in tasks:
+            found = self.evaluation(self.directory / "tasks" / task / f"{label}-s{seed}", label, seed, task)
+            yield from (score.model_copy(update={"task": task}) for score in (found.scores if found else ()))
 
 
 def _recipe_options(stored: StoredComparison) -> dict[str, Any]:
@@ -145,28 +160,6 @@ def _own_settings(arm: Arm) -> dict[str, Any]:
     """Everything that is set for this arm alone."""
     model = {f"model.{name}": value for name, value in arm.model.items()}
     return arm.options | model | {f"train.{name}": value for name, value in arm.train.items()}
-
-
-def _evaluation(path: Path, key: tuple[str, str, int, str], runs: StoredRuns) -> Evaluation | None:
-    """What the run's directory has; a line of results.jsonl stands in for one that is gone."""
-    return read_evaluation(path) if path.exists() else runs.get(key)
-
-
-def _language_run(directory: Path, label: str, seed: int, runs: StoredRuns, notes: list[str]) -> LanguageRun:
-    run = directory / "runs" / f"{label}-s{seed}"
-    found = _evaluation(run / "evaluation.json", ("language", label, seed, ""), runs)
-    lines = read_metrics(run)
-    training, validation = curves(lines)
-    return LanguageRun(seed, found, training, validation, _picture(run / "picture.json", notes))
-
-
-def _scores(
-    directory: Path, tasks: Sequence[str], label: str, seed: int, runs: StoredRuns
-) -> Iterator[Score]:
-    for task in tasks:
-        path = directory / "tasks" / task / f"{label}-s{seed}" / "evaluation.json"
-        found = _evaluation(path, ("task", label, seed, task), runs)
-        yield from (score.model_copy(update={"task": task}) for score in (found.scores if found else ()))
 
 
 def _picture(path: Path, notes: list[str]) -> dict[str, Any] | None:
@@ -191,8 +184,7 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
 def _recipe_index(recipes: list[Recipe], new: Recipe) -> int:
     for index, known in enumerate(recipes):
         if _shared(known) == _shared(new):
-            seeds = tuple(dict.fromkeys((*known.seeds, *new.seeds)))
-            recipes[index] = replace(known, seeds=seeds)
+            recipes[index] = replace(known, seeds=tuple(dict.fromkeys((*known.seeds, *new.seeds))))
             return index
     recipes.append(new)
     return len(recipes) - 1
@@ -226,9 +218,8 @@ def _joined(ours: ArmResults, theirs: ArmResults, notes: list[str]) -> ArmResult
     """Seeds of both; a seed that was evaluated in both keeps what was read first."""
     twice = [seed for seed in theirs.evaluations if seed in ours.evaluations]
     if twice:
-        notes.append(
-            f"{ours.label}: seed {', '.join(map(str, twice))} is in several directories; the first counts"
-        )
+        seeds = ", ".join(map(str, twice))
+        notes.append(f"{ours.label}: seed {seeds} is in several directories; the first counts")
     kept = {s: run for s, run in ours.language.items() if run.evaluation or s not in theirs.language}
     scores = {**theirs.scores, **{s: each for s, each in ours.scores.items() if each}}
     return replace(ours, language=dict(sorted({**theirs.language, **kept}.items())), scores=scores)

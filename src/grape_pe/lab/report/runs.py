@@ -10,14 +10,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from ..compare.arms import Arm
+from ..config import RunConfig
 from ..evaluate.benchmarks import Scores
-from ..files import damaged, read_json
+from ..files import read_json
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
 from .results import ArmResults, LanguageRun, Recipe
-from .stored import Evaluation, curves, finite, flat
+from .stored import Evaluation, checked, curves, finite, flat
 
 SCORES = "lm_eval*.json"
 RESTORE = "restore it from a copy, or train again in another --out"
@@ -29,10 +28,7 @@ def read_run(directory: Path) -> tuple[Recipe, ArmResults]:
     model = config.model
     encoding = model.encoding if isinstance(model.encoding, str) else ",".join(model.encoding)
     arm = Arm(label="", encoding=encoding, options=model.encoding_options, kv_shift=model.kv_shift)
-    training, validation = ([x for x in lines if x["kind"] == kind] for kind in ("train", "validation"))
-    done = bool(validation) and validation[-1]["step"] >= config.train.steps
-    evaluation = _evaluation(arm.label, config, training, validation) if done else None
-    run = LanguageRun(config.seed, evaluation, *curves(lines))
+    run = LanguageRun(config.seed, _evaluation(arm.label, config, lines), *curves(lines))
     path = directory / ENVIRONMENT
     where = read_json(path, RESTORE) if path.exists() else {}
     recipe = Recipe(
@@ -42,9 +38,10 @@ def read_run(directory: Path) -> tuple[Recipe, ArmResults]:
     return recipe, ArmResults(arm.label, arm, 0, {config.seed: run})
 
 
-def _evaluation(
-    label: str, config: Any, training: list[dict[str, Any]], validation: list[dict[str, Any]]
-) -> Evaluation:
+def _evaluation(label: str, config: RunConfig, lines: list[dict[str, Any]]) -> Evaluation | None:
+    training, validation = ([x for x in lines if x["kind"] == kind] for kind in ("train", "validation"))
+    if not validation or validation[-1]["step"] < config.train.steps:
+        return None
     speeds = [x["tokens_per_second"] for x in training if x.get("tokens_per_second")]
     memory = [float(x["memory_bytes"]) for x in training if x.get("memory_bytes")]
     return Evaluation(
@@ -74,8 +71,4 @@ def _model(checkpoint: str, place: Path) -> str:
 
 def _scores(path: Path) -> Scores:
     remedy = "write it again with grape eval lm --output"
-    found = read_json(path, remedy)
-    try:
-        return TypeAdapter(Scores).validate_python(found)
-    except ValidationError as problem:
-        raise damaged(path, f"no scores of grape eval lm: {problem.errors()[0]['msg']}", remedy) from None
+    return checked(Scores, read_json(path, remedy), path, remedy, "no scores of grape eval lm: ")

@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .figure import Figure, Trace, View, axis, heatmap, one_view, plot_text, short
-from .ranking import Kind, Row, loss_blocks, ranking, scored_by, task_blocks
+from .figure import Figure, Trace, View, axis, heatmap, line, one_view, plot_text, short
+from .ranking import Kind, Row, in_order, loss_blocks, mean_score, ranking, scored_by, task_blocks
 from .results import ArmResults, Results
 from .stored import Evaluation, Score
-from .style import Style
+from .style import Looks, Style
 from .tables import SCORED
 
-Looks = Mapping[str, Style]
 SCORE_SCALE = [[0.0, "var(--score-0)"], [0.5, "var(--score-1)"], [1.0, "var(--score-2)"]]
 ROW_HEIGHT = 26
+BAND = (
+    " Means in the shaded band are not behind the best beyond chance: its width is the smallest difference of "
+    "two means that is. Single seeds vary more than that, since what a seed does to all is taken out."
+)
 
 
 def ranking_figure(results: Results, looks: Looks) -> Figure:
     """Validation losses as points: each seed, the mean, and a band for what is not beyond chance."""
     found = loss_blocks(results)
     rows = [row for row in ranking(results) if row.val_loss is not None][::-1]
+    labels = [plot_text(row.label) for row in rows]
+    layout: dict[str, Any] = {
+        "xaxis": axis("loss (nats a token)", **_span(rows)),
+        "yaxis": {"type": "category", "categoryarray": labels, "showgrid": True},
+    }
+    note = " One seed each, so there is no interval: the order may be chance."
+    if found.margin is not None:
+        note, low = BAND, found.means[found.best]
+        place = {"x0": low, "x1": low + found.margin, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
+        look = {"type": "rect", "fillcolor": "var(--muted)@0.13", "line": {"width": 0}}
+        layout["shapes"] = [{**place, **look}]
+    caption = f"Left is better. Small marks are seeds, the large one their mean.{note}"
     data = [trace for row in rows for trace in _ranked(row, looks[row.label])]
-    layout: dict[str, Any] = {}
-    if found.margin is None or not found.means:
-        band_note = " One seed each, so there is no interval: the order may be chance."
-    else:
-        band_note = (
-            " Means in the shaded band are not behind the best beyond chance: its width is the smallest difference of "
-            "two means that is. Single seeds vary more than that, since what a seed does to all is taken out."
-        )
-        low = found.means[found.best]
-        band = {"type": "rect", "x0": low, "x1": low + found.margin, "yref": "paper", "y0": 0, "y1": 1}
-        layout["shapes"] = [
-            {**band, "fillcolor": "var(--muted)@0.13", "line": {"width": 0}, "layer": "below"}
-        ]
-    return Figure(
-        "ranking",
-        "Validation loss",
-        f"Left is better. Small marks are seeds, the large one their mean.{band_note}",
-        one_view(data),
-        layout
-        | {
-            "xaxis": axis("loss (nats a token)", **_span(rows)),
-            "yaxis": {
-                "type": "category",
-                "categoryarray": [plot_text(row.label) for row in rows],
-                "showgrid": True,
-            },
-        },
-        height=70 + ROW_HEIGHT * max(len(rows), 2),
-    )
+    return Figure("ranking", "Validation loss", caption, one_view(data), layout, height=_height(len(rows)))
+
+
+def _height(rows: int) -> int:
+    return 70 + ROW_HEIGHT * max(rows, 2)
 
 
 def _span(rows: Sequence[Row]) -> dict[str, list[float]]:
@@ -64,95 +55,66 @@ def _span(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 
 def _ranked(row: Row, style: Style) -> list[Trace]:
-    summary = row.val_loss
-    assert summary is not None
-    seeds = list(row.losses.values())
-    look = {"color": style.color, "symbol": style.symbol}
-    mean: Trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [short(summary.mean)],
-        "y": [plot_text(row.label)],
-        "name": plot_text(row.label),
-        "meta": {"arm": row.label},
-        "marker": {**look, "size": 11},
-        "hovertemplate": "%{x:.4f}<extra>%{y}: mean</extra>",
-    }
-    if summary.count == 1:
-        return [mean]
-    each: Trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [short(loss) for loss in seeds],
-        "y": [plot_text(row.label)] * len(seeds),
-        "meta": {"arm": row.label},
-        "marker": {"symbol": "line-ns", "size": 9, "line": {"color": style.color, "width": 1.5}},
-        "hovertemplate": "%{x:.4f}<extra>%{y}: a seed</extra>",
-    }
-    return [each, mean]
+    assert row.val_loss is not None
+    name = plot_text(row.label)
+
+    def points(losses: Sequence[float], what: str, marker: dict[str, Any]) -> Trace:
+        hover = f"%{{x:.4f}}<extra>%{{y}}: {what}</extra>"
+        trace = line([short(loss) for loss in losses], [], mode="markers", marker=marker, hovertemplate=hover)
+        return {**trace, "y": [name] * len(losses), "meta": {"arm": row.label}}
+
+    mean = points([row.val_loss.mean], "mean", {"color": style.color, "symbol": style.symbol, "size": 11})
+    thin = {"symbol": "line-ns", "size": 9, "line": {"color": style.color, "width": 1.5}}
+    seeds = [points(list(row.losses.values()), "a seed", thin)] if row.val_loss.count > 1 else []
+    return [*seeds, {**mean, "name": name}]
 
 
 def cost_figures(results: Results, looks: Looks) -> list[Figure]:
     """Speed and memory, as bars in the order of the ranking."""
+    bars = "Bars are means, thin lines run from the lowest to the highest seed."
     speed = _bars(
-        results, looks, "speed", "Training speed", lambda run: run.tokens_per_second, 1.0,
-        "tokens a second", "Right is better. Measured while training, on the machine named at the end.",
+        results, looks, "speed", "Training speed", lambda run: run.tokens_per_second, "tokens a second",
+        f"Right is better. Measured while training, on the machine named at the end. {bars}",
     )  # fmt: skip
     memory = _bars(
-        results, looks, "memory", "Peak memory", lambda run: run.peak_memory_bytes, 2.0**20,
-        "MB", "Left is better. The largest memory of the process while training and evaluating.",
+        results, looks, "memory", "Peak memory",
+        lambda run: None if run.peak_memory_bytes is None else run.peak_memory_bytes / 2**20, "MB",
+        f"Left is better. The largest memory of the process while training and evaluating. {bars}",
     )  # fmt: skip
     return [figure for figure in (speed, memory) if not figure.empty]
 
 
 def _bars(
     results: Results, looks: Looks, key: str, title: str, of: Callable[[Evaluation], float | None],
-    unit: float, label: str, caption: str,
+    label: str, caption: str,
 ) -> Figure:  # fmt: skip
-    arms = {arm.label: arm for arm in results.arms}
-    order = [arms[row.label] for row in ranking(results)][::-1]
-    data = [trace for arm in order for trace in _bar(arm, looks[arm.label], of, unit)]
-    return Figure(
-        key,
-        title,
-        f"{caption} Bars are means, thin lines run from the lowest to the highest seed.",
-        one_view(data),
-        {"xaxis": axis(label, rangemode="tozero"), "yaxis": {"type": "category", "showgrid": False}},
-        height=70 + ROW_HEIGHT * max(len(data), 2),
-    )
+    measured = [(arm, list(arm.values(of).values())) for arm in in_order(results)[::-1]]
+    data = [_bar(arm.label, looks[arm.label], values) for arm, values in measured if values]
+    layout = {"xaxis": axis(label, rangemode="tozero"), "yaxis": {"type": "category", "showgrid": False}}
+    return Figure(key, title, caption, one_view(data), layout, height=_height(len(data)))
 
 
-def _bar(arm: ArmResults, style: Style, of: Callable[[Evaluation], float | None], unit: float) -> list[Trace]:
-    values = [value / unit for value in arm.values(of).values()]
-    if not values:
-        return []
-    mean, name = sum(values) / len(values), plot_text(arm.label)
-    spread = {
-        "type": "data",
-        "symmetric": False,
-        "array": [max(values) - mean],
-        "arrayminus": [mean - min(values)],
-    }
-    return [
-        {
-            "type": "bar", "orientation": "h", "x": [short(mean)], "y": [name], "name": name,
-            "meta": {"arm": arm.label}, "marker": {"color": style.color},
-            "error_x": {**spread, "color": "var(--ink)", "thickness": 1, "width": 3},
-            "text": [f"{mean:,.0f}"], "textposition": "inside", "insidetextanchor": "start",
-            "insidetextfont": {"color": "var(--ground)"},
-            "hovertemplate": "%{x:,.0f}<extra>%{y}</extra>",
-        }
-    ]  # fmt: skip
+def _bar(label: str, style: Style, values: Sequence[float]) -> Trace:
+    mean, name = sum(values) / len(values), plot_text(label)
+    return {
+        "type": "bar", "orientation": "h", "x": [short(mean)], "y": [name], "name": name,
+        "meta": {"arm": label}, "marker": {"color": style.color}, "hovertemplate": "%{x:,.0f}<extra>%{y}</extra>",
+        "error_x": {"type": "data", "symmetric": False, "array": [max(values) - mean],
+                    "arrayminus": [mean - min(values)], "color": "var(--ink)", "thickness": 1, "width": 3},
+        "text": [f"{mean:,.0f}"], "textposition": "inside", "insidetextanchor": "start",
+        "insidetextfont": {"color": "var(--ground)"},
+    }  # fmt: skip
 
 
-def task_figures(results: Results) -> list[Figure]:
-    """One heatmap a task, encodings down and lengths across; with depths one for each encoding too."""
-    out = []
+def task_figures(results: Results) -> tuple[list[Figure], list[Figure]]:
+    """One heatmap a task, encodings down and lengths across; and small ones by depth for each encoding."""
+    overviews, by_depth = [], []
     for task in results.tasks:
-        overview = _task_figure(results, task)
-        out += [overview] if overview is not None else []
-        out += _depth_figures(results, task)
-    return out
+        scored = {arm.label: found for arm in in_order(results) if (found := _compared(results, arm, task))}
+        overviews += [_task_figure(results, task, scored)] if scored else []
+        deep = {label: [s for s in found if s.depth is not None] for label, found in scored.items()}
+        by_depth += [_depth_figure(task, label, found) for label, found in deep.items() if found]
+    return overviews, by_depth
 
 
 def _compared(results: Results, arm: ArmResults, task: str) -> list[Score]:
@@ -162,81 +124,52 @@ def _compared(results: Results, arm: ArmResults, task: str) -> list[Score]:
     return [score for seed in seeds for score in arm.scores[seed] if score.task == task]
 
 
-def _task_figure(results: Results, task: str) -> Figure | None:
-    scored = {arm.label: found for arm in results.arms if (found := _compared(results, arm, task))}
-    if not scored:
-        return None
+def _task_figure(results: Results, task: str, scored: dict[str, list[Score]]) -> Figure:
     every = [score for found in scored.values() for score in found]
     splits = list(dict.fromkeys(s.split for s in every))
     columns = sorted({(s.split, s.length) for s in every}, key=lambda c: (splits.index(c[0]), c[1]))
     lengths = [str(length) for _, length in columns]
     x = lengths if len(splits) == 1 else [[plot_text(split) for split, _ in columns], lengths]
     moving = scored_by(results, task)
-    order = sorted(scored, key=lambda label: _mean(scored[label], moving) or 0.0)
-    labels = [plot_text(label) for label in order]
+    labels = [arm.label for arm in results.arms if arm.label in scored]
+    order = sorted(labels, key=lambda label: mean_score(scored[label], moving) or 0.0)
 
     def view(kind: Kind) -> View:
-        z = [
-            [_mean([s for s in scored[n] if (s.split, s.length) == c], kind) for c in columns] for n in order
-        ]
-        return View(SCORED[kind], [_scores(z, x, labels)])
+        cells = [[[s for s in scored[n] if (s.split, s.length) == c] for c in columns] for n in order]
+        return View(SCORED[kind], [_scores(cells, kind, x, [plot_text(label) for label in order])])
 
     kinds: list[Kind] = ["exact", "token"] if moving == "exact" else ["token", "exact"]
+    many = {"type": "multicategory", "tickangle": -90}
     return Figure(
-        f"task-{task}",
-        task,
+        f"task-{task}", task,
         f"In percent, mean over seeds; columns are lengths. Ordered by {SCORED[moving]}, best on top. Look to "
         "the right, where samples are longer than in training.",
         [view(kind) for kind in kinds],
-        {
-            "xaxis": {"type": "category"}
-            if len(splits) == 1
-            else {"type": "multicategory", "tickangle": -90},
-            "yaxis": {"type": "category"},
-        },
-        choose="Share of",
-        wide=len(splits) > 1,
-        height=110 + ROW_HEIGHT * max(len(order), 3),
-    )
-
-
-def _mean(scores: Sequence[Score], kind: Kind = "exact") -> float | None:
-    values = [value for score in scores if (value := getattr(score, kind)) is not None]
-    return short(sum(values) / len(values)) if values else None
-
-
-def _scores(z: Sequence[Sequence[float | None]], x: Sequence[Any], y: Sequence[str]) -> Trace:
-    """Scores from 0 to 1 on a fixed scale, with the numbers in the cells where they fit."""
-    cells = [["" if v is None else f"{100 * v:.0f}" for v in row] for row in z]
-    return heatmap(
-        z, x, y, zmin=0, zmax=1, colorscale=SCORE_SCALE, showscale=False, text=cells,
-        texttemplate="%{text}", textfont={"size": 11, "color": "var(--ink)"},
-        hovertemplate="%{y}, %{x}: %{z:.2%}<extra></extra>",
+        {"xaxis": {"type": "category"} if len(splits) == 1 else many, "yaxis": {"type": "category"}},
+        choose="Share of", wide=len(splits) > 1, height=110 + ROW_HEIGHT * max(len(order), 3),
     )  # fmt: skip
 
 
-def _depth_figures(results: Results, task: str) -> list[Figure]:
+def _scores(
+    cells: Sequence[Sequence[Sequence[Score]]], kind: Kind, x: Sequence[Any], y: Sequence[str]
+) -> Trace:
+    """Mean scores from 0 to 1 on a fixed scale, with the numbers in the cells where they fit."""
+    means = [[mean_score(scores, kind) for scores in row] for row in cells]
+    return heatmap(
+        [[None if v is None else short(v) for v in row] for row in means], x, y,
+        text=[["" if v is None else f"{100 * short(v):.0f}" for v in row] for row in means],
+        zmin=0, zmax=1, colorscale=SCORE_SCALE, showscale=False, texttemplate="%{text}",
+        textfont={"size": 11, "color": "var(--ink)"}, hovertemplate="%{y}, %{x}: %{z:.2%}<extra></extra>",
+    )  # fmt: skip
+
+
+def _depth_figure(task: str, label: str, scores: Sequence[Score]) -> Figure:
     """Where in the text the thing to find was: depth down, length across."""
-    out = []
-    order = [row.label for row in ranking(results)]
-    for arm in sorted(results.arms, key=lambda arm: order.index(arm.label)):
-        scores = [s for s in _compared(results, arm, task) if s.depth is not None]
-        if not scores:
-            continue
-        depths = sorted({s.depth for s in scores if s.depth is not None}, reverse=True)
-        lengths = sorted({s.length for s in scores})
-        z = [[_mean([s for s in scores if (s.depth, s.length) == (d, n)]) for n in lengths] for d in depths]
-        out.append(
-            Figure(
-                f"depth-{task}-{arm.label}",
-                f"{task}: {arm.label}",
-                "",
-                one_view([_scores(z, [str(n) for n in lengths], [f"{100 * d:.0f}%" for d in depths])]),
-                {
-                    "xaxis": axis("length", type="category"),
-                    "yaxis": axis("depth", type="category"),
-                },
-                height=230,
-            )
-        )
-    return out
+    depths = sorted({s.depth for s in scores if s.depth is not None}, reverse=True)
+    lengths = sorted({s.length for s in scores})
+    cells = [[[s for s in scores if (s.depth, s.length) == (d, n)] for n in lengths] for d in depths]
+    trace = _scores(cells, "exact", [str(n) for n in lengths], [f"{100 * d:.0f}%" for d in depths])
+    layout = {"xaxis": axis("length", type="category"), "yaxis": axis("depth", type="category")}
+    return Figure(
+        f"depth-{task}-{label}", f"{task}: {label}", "", one_view([trace]), layout, height=230
+    )  # fmt: skip

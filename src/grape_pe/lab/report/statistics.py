@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -43,13 +44,12 @@ class Summary:
 
 def summarize(values: Sequence[float]) -> Summary | None:
     """The summary of what was measured, with Student's interval; None where nothing was."""
-    n = len(values)
-    if n == 0:
+    if not (n := len(values)):
         return None
-    mean = math.fsum(values) / n
+    mean = statistics.fmean(values)
     if n == 1:
         return Summary(mean, 1)
-    spread = _spread(values)
+    spread = statistics.stdev(values)
     margin = _student(n - 1) * spread / math.sqrt(n)
     return Summary(mean, n, spread, mean - margin, mean + margin)
 
@@ -63,17 +63,21 @@ class Blocks:
     arms that vary more than the others, against the assumption of a shared variance.
     """
 
-    units: tuple[int, ...]
-    means: Mapping[str, float]
+    units: tuple[int, ...] = ()
+    means: Mapping[str, float] = field(default_factory=dict)
     residual: float | None = None
     margin: float | None = None
     margins: Mapping[frozenset[str], float] = field(default_factory=dict)
     noisy: tuple[str, ...] = ()
 
     @property
+    def order(self) -> list[str]:
+        """Arms by their means, the lowest first."""
+        return sorted(self.means, key=lambda label: self.means[label])
+
+    @property
     def best(self) -> str:
-        """The arm with the lowest mean."""
-        return min(self.means, key=lambda label: self.means[label])
+        return self.order[0]
 
     def difference(self, ours: str, theirs: str) -> Summary:
         """ours - theirs with its simultaneous interval."""
@@ -98,8 +102,8 @@ def blocks(values: Values, *, pooled: bool = True) -> Blocks:
     shared = set.intersection(*(set(each) for each in values.values())) if values else set()
     units = tuple(sorted(shared))
     if not units:
-        return Blocks((), {})
-    means = {label: _mean([each[unit] for unit in units]) for label, each in values.items()}
+        return Blocks()
+    means = {label: statistics.fmean(each[unit] for unit in units) for label, each in values.items()}
     arms, n = len(values), len(units)
     if arms < 2 or n < 2:
         return Blocks(units, means)
@@ -115,17 +119,16 @@ def blocks(values: Values, *, pooled: bool = True) -> Blocks:
 def _own_margins(values: Values, units: Sequence[int]) -> dict[frozenset[str], float]:
     """Games and Howell's intervals for paired values."""
     wide = _tukey(len(values), len(units) - 1) / math.sqrt(len(units))
-    spread = {
-        (a, b): _spread([values[a][unit] - values[b][unit] for unit in units])
+    return {
+        frozenset((a, b)): wide * statistics.stdev(values[a][unit] - values[b][unit] for unit in units)
         for a, b in itertools.combinations(values, 2)
     }
-    return {frozenset(pair): wide * each for pair, each in spread.items()}
 
 
 def _residuals(values: Values, means: Mapping[str, float], units: Sequence[int]) -> dict[str, list[float]]:
     """What neither the arm nor the unit explains."""
-    middle = _mean(list(means.values()))
-    shift = {unit: _mean([each[unit] for each in values.values()]) - middle for unit in units}
+    middle = statistics.fmean(means.values())
+    shift = {unit: statistics.fmean(each[unit] for each in values.values()) - middle for unit in units}
     return {label: [values[label][unit] - means[label] - shift[unit] for unit in units] for label in values}
 
 
@@ -137,22 +140,12 @@ def _noisy(left: Mapping[str, Sequence[float]], degrees: int) -> tuple[str, ...]
     squares = {label: math.fsum(r * r for r in each) for label, each in left.items()}
     total, own = math.fsum(squares.values()), degrees / arms
     f = require("scipy.stats", "lab").f
-    out = []
-    for label, square in squares.items():
+
+    def noisier(square: float) -> bool:
         others = (total - square) / (degrees - own)
-        if others > 0 and f.sf(square / own / others, own, degrees - own) < NOISY / arms:
-            out.append(label)
-    return tuple(out)
+        return others > 0 and f.sf(square / own / others, own, degrees - own) < NOISY / arms
 
-
-def _spread(values: Sequence[float]) -> float:
-    """Standard deviation."""
-    mean = _mean(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return tuple(label for label, square in squares.items() if noisier(square))
 
 
 @lru_cache

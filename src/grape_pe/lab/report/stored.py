@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..compare.arms import Arm
 from ..compare.comparison import AGAIN, RESTORE
@@ -92,6 +92,11 @@ class Evaluation(Stored):
     extrapolation: list[LengthLoss] = []
     scores: list[Score] = []
 
+    @property
+    def at_budgets(self) -> dict[int, float | None]:
+        """Tokens to loss."""
+        return {each.tokens: each.loss for each in self.budgets}
+
     def at(self, length: int, window: int | None = None) -> LengthLoss | None:
         return next((e for e in self.extrapolation if (e.length, e.window) == (length, window)), None)
 
@@ -120,16 +125,18 @@ def curve(pairs: Iterable[tuple[Any, Any]]) -> dict[float, float]:
 
 def curves(lines: Sequence[Mapping[str, Any]]) -> tuple[Curve, Curve]:
     """Training and validation loss by step, from the lines of metrics.jsonl."""
-    kinds = ("train", "validation")
-    first, second = (curve((x["step"], x.get("loss")) for x in lines if x["kind"] == kind) for kind in kinds)
-    return first, second
+
+    def of(kind: str) -> Curve:
+        return curve((x["step"], x.get("loss")) for x in lines if x["kind"] == kind)
+
+    return of("train"), of("validation")
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-Kind = TypeVar("Kind", bound=Stored)
+Kind = TypeVar("Kind")
 
 
 def read_comparison(path: Path) -> StoredComparison:
@@ -148,23 +155,19 @@ def read_lines(path: Path) -> tuple[StoredComparison | None, list[Evaluation]]:
     return checked(StoredComparison, first[0], path, REWRITE) if first else None, runs
 
 
-def checked(kind: type[Kind], values: dict[str, Any], path: Path, remedy: str) -> Kind:
+def checked(kind: type[Kind], values: dict[str, Any], path: Path, remedy: str, why: str = "") -> Kind:
     try:
-        return kind.model_validate(values)
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as problem:
         error = problem.errors()[0]
         name = ".".join(map(str, error["loc"]))
-        raise damaged(path, f"{name}: {error['msg']}, got {error['input']!r:.60}", remedy) from None
+        raise damaged(path, f"{why}{name}: {error['msg']}, got {error['input']!r:.60}", remedy) from None
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted names to values, one level deep; names that are dotted already stay."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        name = f"{prefix}{key}"
-        out |= (
-            flat(value, f"{name}.")
-            if isinstance(value, dict) and not prefix and "." not in key
-            else {name: value}
-        )
+        deeper = isinstance(value, dict) and not prefix and "." not in key
+        out |= flat(value, f"{key}.") if deeper else {f"{prefix}{key}": value}
     return out

@@ -6,7 +6,7 @@ script, so that figures follow light and dark.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .results import ArmResults
@@ -16,7 +16,15 @@ from .results import ArmResults
 # contrast or more with the ground.
 LIGHT = ("#1b62c2", "#eb6d0b", "#11a499", "#9d377c", "#a87aec", "#57590f", "#19168c", "#550932", "#906c63")
 DARK = ("#1d77e0", "#f78a13", "#45c195", "#bd3998", "#bea3fd", "#82762b", "#97fdfb", "#f5e31e", "#998b9c")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+#: plotly's name of a dash, and the same dash in SVG
+DASHES = {
+    "solid": "",
+    "dash": "6 3",
+    "dot": "2 3",
+    "dashdot": "6 3 2 3",
+    "longdash": "10 3",
+    "longdashdot": "9 2 2 2",
+}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
 
 
@@ -35,27 +43,34 @@ class Style:
     def faint(self, opacity: float) -> str:
         return f"{self.color}@{opacity}"
 
+    @property
+    def swatch(self) -> str:
+        """A short line in SVG."""
+        dashed = f' stroke-dasharray="{DASHES[self.dash]}"' if DASHES[self.dash] else ""
+        return (
+            '<svg class="swatch" viewBox="0 0 26 12" aria-hidden="true"><line x1="1" y1="6" x2="25" y2="6" '
+            f'stroke-width="3" stroke="{self.color}"{dashed}/></svg>'
+        )
+
+
+Looks = Mapping[str, Style]
+
 
 def styles(arms: Sequence[ArmResults]) -> dict[str, Style]:
     """Label to style. Arms of one encoding (with and without KV-shift) share a hue and differ in dash;
     from the tenth encoding on, hues come again with other dashes."""
     families: dict[str, int] = {}
-    used: dict[int, int] = {}
-    out = {}
+    out: dict[str, Style] = {}
     for arm in arms:
         family = families.setdefault(str(arm.arm.encoding), len(families))
         hue = family % len(LIGHT)
-        variant = used.get(hue, 0)
-        used[hue] = variant + 1
-        out[arm.label] = Style(
-            hue, DASHES[variant % len(DASHES)], SYMBOLS[(family + 3 * variant) % len(SYMBOLS)]
-        )
+        variant = sum(style.hue == hue for style in out.values())
+        dash = list(DASHES)[variant % len(DASHES)]
+        out[arm.label] = Style(hue, dash, SYMBOLS[(family + 3 * variant) % len(SYMBOLS)])
     return out
 
 
 def palette_css() -> str:
     """The variables of both palettes."""
-    light, dark = (
-        "".join(f"--arm-{i}:{color};" for i, color in enumerate(colors)) for colors in (LIGHT, DARK)
-    )
+    light, dark = ("".join(f"--arm-{i}:{c};" for i, c in enumerate(colors)) for colors in (LIGHT, DARK))
     return f":root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"

@@ -19,10 +19,7 @@ from .verdict import verdict
 
 def table(results: Results) -> str:
     """The tables as text of at most 100 columns, the ranking first."""
-    made = tables(results)
-    return "\n\n".join(
-        "\n".join(filter(None, (each.title and f"{each.title}:", each.text()))) for each in made
-    )
+    return "\n\n".join((each.title and f"{each.title}:\n") + each.text() for each in tables(results))
 
 
 def summary(results: Results) -> str:
@@ -43,33 +40,30 @@ def markdown(results: Results) -> str:
 
 def results_json(results: Results) -> dict[str, Any]:
     """Everything for scripts: every summary with mean, count, spread, low and high."""
-    rows = [
-        {**asdict(row), "losses": _by_seed(row.losses), "solved": _by_seed(row.solved)}
-        for row in ranking(results)
-    ]
     budgets = budget_blocks(results)
     best = list(budgets.values())[-1].best if budgets else ""
     return {
-        "ranking": rows,
+        "ranking": [
+            asdict(row) | {"losses": _by_seed(row.losses), "solved": _by_seed(row.solved)} for row in ranking(results)
+        ],
         "verdict": asdict(verdict(results)),
         "budgets": [{"tokens": n, **_against(each, best)} for n, each in budgets.items()],
         "budget_trend": _against(trend_blocks(results), best),
-        "lengths": [_at_length(results, length) for length in results.lengths()],
-        "sweeps": [{"label": each.label, "chosen": each.chosen, "at_edge": each.at_edge,
-                    "losses": {f"{rate:g}": loss for rate, loss in each.losses.items()}} for each in sweeps(results)],
+        "lengths": [
+            {"length": n, "over_seeds": _against(length_blocks(results, n)),
+             "over_text": _against(text_blocks(results, n))}
+            for n in results.lengths()
+        ],
+        "sweeps": [
+            {**asdict(each), "at_edge": each.at_edge, "losses": {f"{r:g}": loss for r, loss in each.losses.items()}}
+            for each in sweeps(results)
+        ],
         "lm_scores": {model: scores.to_dict() for model, scores in results.lm_scores.items()},
         "train_length": results.train_length,
         "longest": results.longest,
-        "recipes": [
-            {"name": r.name, "settings": dict(r.settings), "command": r.command} for r in results.recipes
-        ],
+        "recipes": [{"name": r.name, "settings": dict(r.settings), "command": r.command} for r in results.recipes],
         "notes": list(results.notes),
     }  # fmt: skip
-
-
-def _at_length(results: Results, length: int) -> dict[str, Any]:
-    over_seeds, over_text = length_blocks(results, length), text_blocks(results, length)
-    return {"length": length, "over_seeds": _against(over_seeds), "over_text": _against(over_text)}
 
 
 def _against(found: Blocks, best: str = "") -> dict[str, Any]:
@@ -94,12 +88,10 @@ def write_jsonl(results: Results, out: Path) -> Path:
         )
     recipe = results.recipes[0]
     arms = [{**arm.arm.described(), "label": arm.label} for arm in results.arms]
-    about = asdict(recipe) | {"recipe": recipe.settings, "arms": arms, "tasks": results.tasks}
-    about = {name: value for name, value in about.items() if name not in ("name", "settings")}
-    lines = [
-        {"kind": "comparison", **about},
-        *(line for arm in results.arms for line in _lines(arm, results)),
-    ]
+    about = {name: getattr(recipe, name) for name in ("seeds", "machine", "versions", "command")}
+    about |= {"recipe": recipe.settings, "arms": arms, "tasks": results.tasks}
+    runs = [line for arm in results.arms for line in _lines(arm, results)]
+    lines = [{"kind": "comparison", **about}, *runs]
     write_text(out, "".join(json.dumps(_rounded(line)) + "\n" for line in lines))
     return out
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .cells import interval, number, short_count
 from .ranking import (
     Row,
     budget_blocks,
@@ -18,8 +19,8 @@ from .ranking import (
     trend_blocks,
 )
 from .results import Results
-from .statistics import Blocks, Summary
-from .tables import SCORED, interval, short_count, sweeps, trend_word
+from .statistics import Blocks
+from .tables import EDGE, SCORED, sweeps, trend_word
 
 #: tokens a parameter below which a warning is given
 ENOUGH = 8
@@ -48,9 +49,8 @@ def verdict(results: Results) -> Verdict:
     details = tuple(_details(results, rows, found))
     if not others:
         alone = "Only one encoding can be ranked" if len(every) > 1 else "One encoding"
-        return Verdict(
-            f"{alone}: {best.label}, validation loss {_pm(best.val_loss)}.", details, best.label, ()
-        )
+        headline = f"{alone}: {best.label}, validation loss {number(best.val_loss, 4)}."
+        return Verdict(headline, details, best.label, ())
     tied = tuple(row.label for row in others if not found.apart(row.label, best.label))
     lead = _lead_sentence(results, best.label, others[0].label)
     return Verdict(" ".join(filter(None, (_headline(rows, tied, found), lead))), details, best.label, tied)
@@ -64,35 +64,32 @@ def _nothing_comparable(results: Results) -> str:
 
 def _task_verdict(results: Results, rows: list[Row]) -> Verdict:
     """Without text to model, the tasks decide."""
-    if not rows:
+    if not rows or rows[0].tasks is None:
         return Verdict("There is no finished run yet, so there is nothing to rank.", (), None, ())
-    best, others, found = rows[0], rows[1:], task_blocks(results)
-    lead = f"{best.label} scores highest on the tasks, {_percent(best.tasks)} ({_scores_named(results)})"
-    known = found.means.keys() >= {row.label for row in rows}
-    tied = tuple(row.label for row in others if not known or not found.apart(row.label, best.label))
+    best, others, found = rows[0].label, [row.label for row in rows[1:]], task_blocks(results)
+    known = found.means.keys() >= {best, *others}
+    tied = tuple(label for label in others if not known or not found.apart(label, best))
     if not others:
-        said = f"{lead}."
+        end = "."
     elif len(found.units) < 2:
-        said = f"{lead}. {ONE_SEED}"
+        end = f". {ONE_SEED}"
     elif tied:
-        said = f"{lead}, but {_listed(tied)} cannot be told apart from it: the difference may be chance."
+        end = f", but {_listed(tied)} cannot be told apart from it: the difference may be chance."
     else:
-        said = f"{lead}, beyond chance against every other."
-    return Verdict(said, (), best.label, tied)
+        end = ", beyond chance against every other."
+    lead = f"{best} scores highest on the tasks, {rows[0].tasks.mean:.0%} ({_scores_named(results)})"
+    return Verdict(lead + end, (), best, tied)
 
 
 def _headline(rows: list[Row], tied: tuple[str, ...], found: Blocks) -> str:
-    best, second = rows[0], rows[1]
-    lead = f"{best.label} has the lowest validation loss, {_pm(best.val_loss)}"
+    lead = f"{rows[0].label} has the lowest validation loss, {number(rows[0].val_loss, 4)}"
     if found.margin is None:
         return f"{lead}. {ONE_SEED}"
     if not tied:
-        against = second.label if len(rows) == 2 else "every other"
-        return f"{lead}, beyond chance against {against}."
-    seeds = len(found.units)
+        return f"{lead}, beyond chance against {rows[1].label if len(rows) == 2 else 'every other'}."
     return (
-        f"{lead}, but {_listed(tied)} cannot be told apart from it: with {seeds} seeds a difference below "
-        f"{found.margin:.4f} may be chance."
+        f"{lead}, but {_listed(tied)} cannot be told apart from it: with {len(found.units)} seeds a difference "
+        f"below {found.margin:.4f} may be chance."
     )
 
 
@@ -104,7 +101,7 @@ def _scores_named(results: Results) -> str:
 def _details(results: Results, rows: list[Row], found: Blocks) -> list[str]:
     sentences = [_gap_sentence(rows, found), _behind_sentence(rows, found), *_missing_sentences(results)]
     sentences += [_noisy_sentence(found), *_trend_sentences(results), _sweep_sentence(results)]
-    sentences += [*_long_sentences(results, rows), _task_sentence(results, rows), _cost_sentence(rows)]
+    sentences += [_long_sentence(results, rows), _task_sentence(results, rows), _cost_sentence(rows)]
     return [sentence for sentence in (*sentences, _scale_sentence(results, rows)) if sentence]
 
 
@@ -114,19 +111,19 @@ def _lead_sentence(results: Results, best: str, second: str) -> str:
     if not {best, second} <= trend.means.keys():
         return ""
     (first, early), *_, (last, late) = found.items()
-    change = trend.difference(second, best)
     now, before = (each.difference(second, best).mean for each in (late, early))
     if now < 0:
         return ""
-    lead = f"It leads {second} by {now:.2g} at {short_count(last)} tokens; "
-    if before >= 0:
-        lead += f"the lead was {before:.2g} at {short_count(first)}"
-    else:
-        lead += f"at {short_count(first)} it was {-before:.2g} behind"
-    word = trend_word(change)
+    start = short_count(first)
+    was = (
+        f"the lead was {before:.2g} at {start}" if before >= 0 else f"at {start} it was {-before:.2g} behind"
+    )
+    word = trend_word(trend.difference(second, best))
     if word in ("closing", "opening"):
-        return f"{lead} and is {word}." if before >= 0 else f"{lead}, a change beyond chance."
-    return f"{lead}, {'and one seed does not say whether that is chance' if word == 'one seed' else word}."
+        end = f" and is {word}" if before >= 0 else ", a change beyond chance"
+    else:
+        end = f", {'and one seed does not say whether that is chance' if word == 'one seed' else word}"
+    return f"It leads {second} by {now:.2g} at {short_count(last)} tokens; {was}{end}."
 
 
 def _trend_sentences(results: Results) -> list[str]:
@@ -134,42 +131,32 @@ def _trend_sentences(results: Results) -> list[str]:
     found, trend = budget_blocks(results), trend_blocks(results)
     if len(trend.means) < 2 or trend.margin is None:
         return []
-    budgets = list(found)
-    best = found[budgets[-1]].best
-    span = f"from {short_count(budgets[0])} to {short_count(budgets[-1])} tokens"
+    (first, early), *_, (last, late) = found.items()
+    best, start = late.best, f"{short_count(first)} tokens"
+    span = f"from {short_count(first)} to {short_count(last)} tokens"
+    words = {n: trend_word(trend.difference(n, best)) for n in trend.means if n != best}
     out = []
-    for text, word in (("comes nearer to", "closing"), ("falls further behind", "opening")):
-        others = [label for label in trend.means if label != best]
-        moved = [label for label in others if trend_word(trend.difference(label, best)) == word]
-        out += (
-            [f"{_listed(tuple(moved))} {_plural(text, moved)} {best} {span}, beyond chance."] if moved else []
-        )
-    out = out or [
-        f"No gap to {best} changes beyond chance {span}: a change below {trend.margin:.3f} may be chance."
-    ]
-    if (first := found[budgets[0]].best) != best:
-        out.append(
-            f"At {short_count(budgets[0])} tokens {first} was lowest: the order depends on the budget."
-        )
-    lost = [n for n in loss_blocks(results).means if n not in trend.means]
-    if lost:
-        out.append(
-            f"{_listed(tuple(lost))}: no loss at {short_count(budgets[0])} tokens in all seeds, so no change."
-        )
+    for word, one, several in (
+        ("closing", "comes nearer to", "come nearer to"),
+        ("opening", "falls further behind", "fall further behind"),
+    ):
+        if moved := [label for label in words if words[label] == word]:
+            out.append(
+                f"{_listed(moved)} {one if len(moved) == 1 else several} {best} {span}, beyond chance."
+            )
+    if not out:
+        chance = f"a change below {trend.margin:.3f} may be chance"
+        out.append(f"No gap to {best} changes beyond chance {span}: {chance}.")
+    if early.best != best:
+        out.append(f"At {start} {early.best} was lowest: the order depends on the budget.")
+    if lost := [label for label in loss_blocks(results).means if label not in trend.means]:
+        out.append(f"{_listed(lost)}: no loss at {start} in all seeds, so no change.")
     return out
 
 
-def _plural(text: str, names: list[str]) -> str:
-    return text if len(names) == 1 else text.replace("comes", "come").replace("falls", "fall")
-
-
 def _sweep_sentence(results: Results) -> str:
-    edge = tuple(each.label for each in sweeps(results) if each.at_edge)
-    return (
-        f"The best learning rate is at the edge of the sweep for {_listed(edge)}: a rate beyond it may be better."
-        if edge
-        else ""
-    )
+    edge = [each.label for each in sweeps(results) if each.at_edge]
+    return EDGE.format("learning ", _listed(edge)) if edge else ""
 
 
 def _gap_sentence(rows: list[Row], found: Blocks) -> str:
@@ -178,10 +165,10 @@ def _gap_sentence(rows: list[Row], found: Blocks) -> str:
     best, second = rows[0], rows[1]
     gap = found.difference(second.label, best.label)
     percent = 100 * gap.mean / found.means[best.label] if found.means[best.label] else 0.0
-    said = f"{second.label} comes next, {gap.mean:.4f} behind ({percent:.1f}%)"
+    answer = f"{second.label} comes next, {gap.mean:.4f} behind ({percent:.1f}%)"
     if gap.low is None:
-        return f"{said}; one seed gives no interval."
-    return f"{said}; its 95% interval, simultaneous with those of all pairs: {interval(gap, 4)}."
+        return f"{answer}; one seed gives no interval."
+    return f"{answer}; its 95% interval, simultaneous with those of all pairs: {interval(gap, 4)}."
 
 
 def _behind_sentence(rows: list[Row], found: Blocks) -> str:
@@ -195,13 +182,11 @@ def _missing_sentences(results: Results) -> list[str]:
     """Runs that diverged or are not done, by name: they are part of the answer."""
     out = []
     for arm in results.arms:
-        total = len(arm.language)
+        runs = f"of {len(arm.language)} runs"
         if arm.diverged:
-            out.append(f"{arm.label} diverged in {arm.diverged} of {total} runs, so it is not ranked.")
+            out.append(f"{arm.label} diverged in {arm.diverged} {runs}, so it is not ranked.")
         if arm.missing:
-            out.append(
-                f"{arm.label} has {arm.missing} of {total} runs not done; arms are compared on shared seeds."
-            )
+            out.append(f"{arm.label} has {arm.missing} {runs} not done; arms are compared on shared seeds.")
     return out
 
 
@@ -212,75 +197,68 @@ def _noisy_sentence(found: Blocks) -> str:
     return f"{_listed(found.noisy)} {more} more between seeds than the others; its interval is too narrow."
 
 
-def _long_sentences(results: Results, rows: list[Row]) -> list[str]:
+def _long_sentence(results: Results, rows: list[Row]) -> str:
     """The best at the longest length, who cannot be told from it, and who loses most."""
-    seeds = length_blocks(results, results.longest or 0)
+    length = results.longest or 0
+    seeds, text = length_blocks(results, length), text_blocks(results, length)
     if not seeds.means or results.longest == results.train_length:
-        return []
-    text, best, far = text_blocks(results, results.longest or 0), seeds.best, results.times(results.longest)
-    others = [label for label in seeds.means if label != best]
-    said = f"At {far} the training length {best} is lowest, {seeds.means[best]:.4f}"
+        return ""
+    best, *others = seeds.order
+    answer = f"At {results.times(length)} the training length {best} is lowest, {seeds.means[best]:.4f}"
     tests = {"seeds": seeds} | ({"text": text} if best in text.means else {})
     if others and seeds.margin is not None:
-        tied = tuple(n for n in others if not all(n in t.means and t.apart(n, best) for t in tests.values()))
+        tied = [
+            label for label in seeds.means
+            if label != best and not all(label in t.means and t.apart(label, best) for t in tests.values())
+        ]  # fmt: skip
         over = f"95% intervals over {' and over '.join(tests)}"
-        said += (
-            f"; not told apart from it by {over}: {_listed(tied)}"
-            if tied
-            else f", apart from every other by {over}"
-        )
-    worst = max((row for row in rows if row.growth), key=_of(lambda row: row.growth), default=None)
-    if worst and worst.growth and worst.label != best and worst.growth.mean >= 0.01:
-        said += f"; {worst.label} loses most there, {worst.growth.mean:+.2f} against its own 1×"
-    return [f"{said}."]
-
-
-def _of(summary: Callable[[Row], Summary | None]) -> Callable[[Row], float]:
-    return lambda row: found.mean if (found := summary(row)) else 0.0
+        apart = f", apart from every other by {over}"
+        answer += f"; not told apart from it by {over}: {_listed(tied)}" if tied else apart
+    growth = {row.label: row.growth.mean for row in rows if row.growth}
+    worst = max(growth, key=lambda label: growth[label], default=best)
+    if worst != best and growth[worst] >= 0.01:
+        answer += f"; {worst} loses most there, {growth[worst]:+.2f} against its own 1×"
+    return f"{answer}."
 
 
 def _task_sentence(results: Results, rows: list[Row]) -> str:
-    known = [row for row in rows if row.tasks is not None]
+    known = {row.label: row.tasks.mean for row in rows if row.tasks}
     if len(known) < 2:
         return ""
-    order = sorted(known, key=_of(lambda row: row.tasks))
-    first, last = order[-1], order[0]
+    last, *_, first = sorted(known, key=lambda label: known[label])
     found = task_blocks(results)
-    chance = found.margin is None or not found.apart(first.label, last.label)
-    end = "; that may be chance" if chance else ", beyond chance"
+    beyond = found.margin is not None and found.apart(first, last)
+    end = ", beyond chance" if beyond else "; that may be chance"
     return (
-        f"On the tasks, averaged, {first.label} scores highest ({_percent(first.tasks)}, {_scores_named(results)}), "
-        f"{last.label} lowest ({_percent(last.tasks)}){end}."
+        f"On the tasks, averaged, {first} scores highest ({known[first]:.0%}, {_scores_named(results)}), "
+        f"{last} lowest ({known[last]:.0%}){end}."
     )
 
 
 def _cost_sentence(rows: list[Row]) -> str:
-    known = [row for row in rows if row.speed is not None]
-    if len(known) < 2 or rows[0].speed is None:
+    speeds, best = {row.label: row.speed.mean for row in rows if row.speed}, rows[0].label
+    if len(speeds) < 2 or best not in speeds:
         return ""
-    fastest = max(known, key=_of(lambda row: row.speed))
-    assert fastest.speed is not None
-    if fastest.label == rows[0].label:
-        return f"{fastest.label} also trains fastest, {fastest.speed.mean:,.0f} tokens a second."
-    slower = 100 * (1 - rows[0].speed.mean / fastest.speed.mean)
-    return f"{rows[0].label} trains {slower:.0f}% slower than {fastest.label}, the fastest."
+    fastest = max(speeds, key=lambda label: speeds[label])
+    if fastest == best:
+        return f"{best} also trains fastest, {speeds[best]:,.0f} tokens a second."
+    return f"{best} trains {1 - speeds[best] / speeds[fastest]:.0%} slower than {fastest}, the fastest."
 
 
 def _scale_sentence(results: Results, rows: list[Row]) -> str:
-    seeds = sorted({row.val_loss.count for row in rows if row.val_loss})
-    counts = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    counts = sorted({row.val_loss.count for row in rows if row.val_loss})
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     size = max((run.parameters for run in results.evaluations if run.parameters), default=None)
     tokens = _tokens(results)
     parts = [f"models of {short_count(size)} parameters" if size else ""]
     parts += [f"{short_count(tokens)} tokens" if tokens else ""]
-    parts += [f"{counts} {'seed' if counts == '1' else 'seeds'} each"]
+    parts += [f"{seeds} {'seed' if seeds == '1' else 'seeds'} each"]
     evidence = f"The evidence: {', '.join(filter(None, parts))}."
     if len(rows) < 2:
         return evidence
     if size and tokens and tokens < ENOUGH * size:
-        evidence += (
-            f" That is {tokens / size:.2g} tokens a parameter: the order may only show how each begins."
-        )
+        few = f"{tokens / size:.2g} tokens a parameter"
+        evidence += f" That is {few}: the order may only show how each begins."
     return f"{evidence} Larger models may order differently."
 
 
@@ -292,17 +270,7 @@ def _tokens(results: Results) -> float | None:
     return known or math.prod(sizes) or None
 
 
-def _pm(summary: Summary | None) -> str:
-    if summary is None:
-        return "unknown"
-    return f"{summary.mean:.4f}" + ("" if summary.spread is None else f" ± {summary.spread:.4f}")
-
-
-def _percent(summary: Summary | None) -> str:
-    return "unknown" if summary is None else f"{100 * summary.mean:.0f}%"
-
-
-def _listed(names: tuple[str, ...]) -> str:
+def _listed(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     shown = list(names[:4]) + ([f"{len(names) - 4} more"] if len(names) > 4 else [])

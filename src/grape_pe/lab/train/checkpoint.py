@@ -7,6 +7,7 @@ A checkpoint is written under a hidden name and renamed when it is whole.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -185,7 +186,15 @@ def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
+def _not_of_metadata(record: logging.LogRecord) -> bool:
+    return "metadata is not found" not in record.getMessage()
+
+
 def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
+    root = logging.getLogger()
+    root.addFilter(
+        _not_of_metadata
+    )  # torch logs the traceback of an unreadable file before it raises the error
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
     except FAILURES as problem:
@@ -193,6 +202,8 @@ def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
             f"cannot read the checkpoint {checkpoint}: {cause(problem)}; "
             "if it is damaged, remove that directory and the one before it is used"
         ) from None
+    finally:
+        root.removeFilter(_not_of_metadata)
 
 
 def read_state(checkpoint: Path) -> TrainingState:
