@@ -138,7 +138,7 @@ def test_scales_that_are_not_positive(dtype, scale):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, *HALF))
 @pytest.mark.parametrize("batch", (slice(0, 1), slice(0, 2)))
 def test_one_query_and_many_keys(dtype, batch):
-    """As matrix products, for the first keys of a larger storage and with fewer key heads."""
+    """The first keys of a larger storage, with fewer key heads; some keys are skipped."""
     for kv_heads in (2, 4):
         q, k, v = (x[batch] for x in drawn(1, 2300, dtype, kv_heads))
         k, v = k[:, :, :2100], v[:, :, :2100]

@@ -120,25 +120,7 @@ def _together(q: Tensor, k: Tensor) -> int:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
-    if k.shape[2] >= WORTH and q.shape[2] == 1 and _multiplies(k) and _multiplies(v):
-        return _products(q, k.flatten(0, 1), v.flatten(0, 1), rows, scale)
     return sdpa(q, k, v, scale) if rows is None else sdpa(q, k, v, scale, attn_mask=rows)
-
-
-def _multiplies(x: Tensor) -> bool:
-    """Whether torch's matrix products on the CPU read x as it is, without a copy."""
-    full = x.dtype is torch.float32 or x.dtype is torch.float64
-    return full and x.device.type == "cpu" and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-
-
-def _products(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
-    """Attention of one query as two products, k and v (B Hkv, T, D): faster than torch's kernel at many keys."""
-    queries, keys = q.reshape(len(k), -1, q.shape[-1]), k.transpose(1, 2)
-    if rows is None:
-        logits = torch.bmm(queries * scale, keys)
-    else:
-        logits = torch.baddbmm(rows.reshape(*queries.shape[:2], -1), queries, keys, alpha=scale)
-    return torch.bmm(logits.softmax(-1), v).view(*q.shape[:3], -1)
 
 
 def _first_keys(
