@@ -163,8 +163,8 @@ def test_triton_on_and_off_need_no_check(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ask()
     assert runs(tmp_path) == []
     monkeypatch.setenv("GRAPE_TRITON", "")  # as if not set
-    ask()
-    assert len(runs(tmp_path)) == 1
+    with pytest.warns(UserWarning, match="failed their check"):
+        assert ask() is not None
 
 
 # What is stored

@@ -213,7 +213,9 @@ def fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
 
 def writable() -> contextlib.AbstractContextManager[object]:
     """Tensors made here are ordinary ones, also under inference mode, so that later calls in any mode write to them."""
-    off = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    off = (
+        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    )  # dynamo cannot trace the second
     return torch.inference_mode(False) if off else contextlib.nullcontext()
 
 
