@@ -93,8 +93,9 @@ def test_sinks_stay_visible(name, windowed):
 
 
 def test_sinks_are_refused_where_the_bias_sums_over_what_is_gone():
+    model = small("grape-ap")
     with pytest.raises(ValueError, match="without sinks"):
-        small("grape-ap")(words(1, 4), cache=small("grape-ap").cache(window=5, sinks=2))
+        model(words(1, 4), cache=model.cache(window=5, sinks=2))
 
 
 def test_window_bounds_the_cache():
