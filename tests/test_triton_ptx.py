@@ -144,3 +144,20 @@ def test_lengths_compile_one_set_of_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
     seen = kinds(200)
     assert all(kinds(length) == seen for length in (201, 208, 256, 333, 512, 1000, 1001, 2048, 4097))
+
+
+def test_a_far_key_that_dominates_is_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of what a walk has yet to see is that of all earlier keys, not of the next 64."""
+    leaves = Case.leaves
+
+    def with_a_large_key(case: Case) -> dict[str, torch.Tensor]:
+        made = leaves(case)
+        with torch.no_grad():
+            made["k"][:, :, 0] *= 2.0**14  # more than the bias takes away at 700 keys
+        return made
+
+    monkeypatch.setattr(Case, "leaves", with_a_large_key)
+    case = Case("alibi", BF16, head_dim=32, heads=1, prune="auto", steep=8.0, queries=70, keys=700)
+    with emulated_device():
+        found = ratios(case, by_kernels(case)[0])
+    assert max(found.values()) <= 1, found

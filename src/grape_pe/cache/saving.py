@@ -25,17 +25,13 @@ def saved_state(cache: StreamingCache) -> dict[str, Any]:
     return saved
 
 
-def check_saved(cache: StreamingCache, saved: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless `saved` is of a cache with the same settings."""
+def load(cache: StreamingCache, saved: Mapping[str, Any]) -> None:
+    """Put what was saved into an empty cache with the same settings; a ValueError if they are not."""
     if saved.get("format") != FORMAT:
         raise ValueError(f"not a saved cache: expected format {FORMAT!r}, got {saved.get('format')!r}")
     for name, ours in _settings(cache).items():
         if saved.get(name) != ours:
             raise ValueError(f"saved with {name}={saved.get(name)}, this cache is for {name}={ours}")
-
-
-def fill(cache: StreamingCache, saved: Mapping[str, Any]) -> None:
-    """Put what was saved into an empty cache."""
     cache.sequences = Sequences(**{name: copy.deepcopy(saved[name]) for name in cache.sequences.saved()})
     for name, table in (("tokens", cache.tokens), ("states", cache.states)):
         found = {n.removeprefix(f"{name}."): t for n, t in saved.items() if n.startswith(f"{name}.")}

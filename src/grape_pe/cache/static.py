@@ -67,7 +67,7 @@ class Place:
         readable = not torch.compiler.is_compiling() and (count > 1 or device.type == "cpu")
         if padding is not None and readable and not bool(padding.any()):
             padding = None
-        moved = {} if padding is None or count == 1 else moves(padding)
+        moved: dict[str, Any] = {} if padding is None or count == 1 else moves(padding)
         taken = None if padding is None else count - padding.sum(-1)
         step = torch.arange(count, device=device)
         slots = self.lengths.unsqueeze(-1) + step

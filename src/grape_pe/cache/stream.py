@@ -22,7 +22,7 @@ from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from ..encodings.prepared import Preparation
 from .layout import Layout, Tail, arrange
-from .saving import check_saved, fill, saved_state
+from .saving import load, saved_state
 from .seen import Norms, Seen, check_packing, encode, move_to_end
 from .sequences import Sequences
 from .table import OPTIONAL, Table
@@ -187,10 +187,15 @@ class StreamingCache:
     @torch.no_grad()
     def _settle(self, bias: Bias) -> None:
         """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
-        held = {n.removeprefix("bias."): t for n, t in self.tokens.stored().items() if n.startswith("bias.")}
+        held = self._traces()
         for name, tensor in bias.replaced(held).settled(self.states.length).traces().items():
             if tensor is not held[name]:
                 held[name].copy_(tensor)
+
+    def _traces(self) -> dict[str, Tensor]:
+        """The cached tensors of the bias, by the bias's own names."""
+        held = self.tokens.stored()
+        return {name.removeprefix("bias."): t for name, t in held.items() if name.startswith("bias.")}
 
     def _columns(
         self, code: Encoded, v: Tensor, shifted: tuple[Tensor, Tensor] | None, layout: Layout
@@ -411,11 +416,11 @@ class StreamingCache:
             raise ValueError(f"rebase takes a finite offset, got {offset}")
         if not self.sequences.lengths:
             return self
-        held = self.tokens.stored()
-        traces = {n.removeprefix("bias."): t for n, t in held.items() if n.startswith("bias.")}
-        moved = self._blank().bias.replaced(traces).rebased(offset).traces()
-        keys = self.encoding.rebase_keys(held["k"], offset)
-        for name, tensor in {"k": keys, **{f"bias.{n}": t for n, t in moved.items()}}.items():
+        held = self._traces()
+        moved = self._blank().bias.replaced(held).rebased(offset).traces()
+        keys = self.tokens.view("k")
+        keys.copy_(self.encoding.rebase_keys(keys, offset).detach())
+        for name, tensor in moved.items():
             held[name].copy_(tensor.detach())
         self.sequences.move(int(offset) if offset.is_integer() else offset)
         self.bound = None
@@ -439,9 +444,8 @@ class StreamingCache:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> Self:
         """Continue from `state_dict()`, in a cache built with the same encoding and settings."""
-        check_saved(self, saved)
         twin = copy.copy(self).reset()
-        fill(twin, saved)
+        load(twin, saved)
         self.__dict__.update(twin.__dict__)
         return self
 
