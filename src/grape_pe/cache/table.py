@@ -213,10 +213,9 @@ def fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
 
 def writable() -> contextlib.AbstractContextManager[object]:
     """Tensors made here are ordinary ones, also under inference mode, so that later calls in any mode write to them."""
-    off = (
-        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    )  # dynamo cannot trace the second
-    return torch.inference_mode(False) if off else contextlib.nullcontext()
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(False)
 
 
 def _allocate(like: Tensor, tokens: int) -> Tensor:
