@@ -33,10 +33,10 @@ def tokens(batch: int, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
     return q, k, v, torch.randn(batch, count, WIDTH, generator=generator)
 
 
-def ours(name: str, batch: int, context: int) -> Step:
+def ours(name: str, batch: int, context: int, capacity: int) -> Step:
     torch.manual_seed(0)
     enc = grape.build(name, heads=HEADS, head_dim=DIM, width=WIDTH)
-    cache = grape.StreamingCache(enc, capacity=context + 64)
+    cache = grape.StreamingCache(enc, capacity=capacity)
     for start in range(0, context, CHUNK):
         q, k, v, x = tokens(batch, min(CHUNK, context - start), start)
         cache.append(q, k, v, x=x)
@@ -91,7 +91,7 @@ def check() -> None:
 
 
 def measure(context: int, batch: int, rounds: int) -> dict[str, list[float]]:
-    steps: dict[str, Step] = {name: ours(name, batch, context) for name in ENCODINGS}
+    steps: dict[str, Step] = {name: ours(name, batch, context, context + rounds + 2) for name in ENCODINGS}
     steps["rope (HF DynamicCache)"] = huggingface(batch, context)
     if context <= 8192 and batch == 1:
         steps["rope (recomputed)"] = recompute(batch, context)
