@@ -185,12 +185,12 @@ def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path, ask: Ask,
 
 
 @pytest.mark.parametrize(
-    "given, meant", [("~/kept", "/home/alice/kept"), ("kept", "/work/kept"), (".", "/work")]
+    "given, meant", [("~/kept", "/home/alice/kept"), ("kept", "/here/kept"), (".", "/here")]
 )
 def test_the_folder_is_absolute(monkeypatch, given: str, meant: str):
     """A library without a folder in its name would be searched for elsewhere."""
     monkeypatch.setenv("HOME", "/home/alice")
-    monkeypatch.setattr(os, "getcwd", lambda: "/work")
+    monkeypatch.setattr(os, "getcwd", lambda: "/here")
     monkeypatch.setenv("GRAPE_PE_CACHE", given)
     assert build.cache_directory() == Path(meant)
 
