@@ -84,7 +84,7 @@ def test_a_model_that_diverged_still_has_a_picture():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(math.nan)
-    json.dumps(picture_or_figures(picture(model, TOKENS, TEXT)), allow_nan=False)
+    assert json.dumps(picture_or_figures(picture(model, TOKENS, TEXT)), allow_nan=False)
 
 
 def picture_or_figures(found):
