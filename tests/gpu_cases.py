@@ -214,7 +214,7 @@ def launches(case: Case, arch: int) -> Iterator[Any]:
     from grape_pe.attention.gpu import launch as gpu
 
     p = case.empty_problem()
-    plan = gpu.Plan(p, gpu._shared(p), arch)
+    plan = gpu.Plan.of(p, arch)
     rows = p.q.shape[:3]
     out, lse = p.q.new_empty((*rows, p.v.shape[-1])), p.q.new_empty(rows, dtype=torch.float32)
     saved = gpu.allocate(p)

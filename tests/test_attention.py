@@ -83,13 +83,13 @@ def test_by_mask(impl, kind, mask):
 
 
 @pytest.mark.parametrize("mask", ("causal", "full", "all"))
-@pytest.mark.parametrize("kind", ("a-qk", "slope+path", "tile"))
+@pytest.mark.parametrize("kind", ("a-qk", "slope+path", "mixed", "tile"))
 def test_fewer_queries_than_keys(impl, kind, mask):
     skip_if_not_compiled(impl, kind)
     assert_accurate(inputs(170, 70), kind, impl, torch.float32, masks_of(mask, 170))
 
 
-@pytest.mark.parametrize("kind", ("a-qk", "slope+path"))
+@pytest.mark.parametrize("kind", ("a-qk", "slope+path", "table"))
 def test_more_queries_than_keys(impl, kind):
     assert_accurate(inputs(40, 100), kind, impl, torch.float32, {"causal": False})
 
@@ -109,7 +109,7 @@ def test_torchs_own_attention(length, masks):
     assert_accurate(inputs(length, batch=1, heads=2, kv_heads=1), "none", "sdpa", torch.float32, masks)
 
 
-@pytest.mark.parametrize("kind", ("a-qk", "slope+path"))
+@pytest.mark.parametrize("kind", ("a-qk", "slope+path", "mixed"))
 def test_more_threads_than_heads(kind):
     """Then the backward pass cuts the queries into parts with gradients of their own."""
     torch.set_num_threads(5)

@@ -240,4 +240,7 @@ def test_a_users_code_passes_strict_mypy(python: Path, tmp_path: Path):
     (tmp_path / "user.py").write_text(USER)
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "user.py"]
     said = run([*command, "--config-file", os.devnull, "--cache-dir", tmp_path / "cache"], tmp_path)
-    assert re.findall(r'Revealed type is "(.*?)"', said) == ["torch._tensor.Tensor", "grape_pe.bias.Bias"]
+    assert re.findall(r'Revealed type is "(.*?)"', said) == [
+        "torch._tensor.Tensor",
+        "grape_pe.bias.base.Bias",
+    ]

@@ -28,7 +28,7 @@ for name in ("rich", "numpy", "pydantic", "yaml", "transformers", "triton", "psu
 from grape_pe.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-GOOD = Verdict(True, None, {"out": {"error": 1e-7, "dense": 1e-7, "allowed": 1e-5}})
+GOOD = Verdict(None, {"out": {"error": 1e-7, "dense": 1e-7, "allowed": 1e-5}})
 GPU = {
     "name": "Fake GPU", "capability": "9.0", "driver": "555.42", "memory_gib": 80.0, "multiprocessors": 132,
     "shared_memory_kib": 228,
@@ -118,7 +118,7 @@ ROW = checks.Row("cpu", "float32", 64, ("causal",), "slope", "cpu", "passed")
 
 
 def test_a_failed_check_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    bad = checks._with_verdict(ROW, Verdict(False, "wrong numbers in d_q", GOOD.errors))
+    bad = checks._with_verdict(ROW, Verdict("wrong numbers in d_q", GOOD.errors))
     code, said = run_with(monkeypatch, capsys, [ROW, bad])
     assert code == 1
     assert "cpu on cpu, float32, bias slope, causal: wrong numbers in d_q" in said
@@ -150,7 +150,7 @@ def test_a_kernel_that_does_not_build_is_a_problem(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_crashes_is_not_run_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "implementations", lambda: ["cpu"])
     monkeypatch.setattr(checks, "why_not", lambda *_: None)
-    monkeypatch.setattr(verdict, "run", lambda description: Verdict(False, "it ended with SIGILL"))
+    monkeypatch.setattr(verdict, "run", lambda description: Verdict("it ended with SIGILL"))
     monkeypatch.setattr(checks.check, "safely", lambda problem: pytest.fail("ran a kernel that crashes"))
     found = list(checks.rows("cpu", checks.plan("cpu", "quick"), lambda text: None))
     assert {(row.status, row.reason) for row in found} == {("failed", "it ended with SIGILL")}
@@ -159,7 +159,7 @@ def test_a_kernel_that_crashes_is_not_run_here(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("impl, status", [("flex", "passed"), ("triton", "failed"), ("cpu", "failed")])
 def test_only_our_kernels_must_repeat_themselves(impl: str, status: str):
     row = checks.replace(ROW, impl=impl)
-    found = checks._with_verdict(row, Verdict(False, "repeated calls differ", GOOD.errors, repeatable=False))
+    found = checks._with_verdict(row, Verdict("repeated calls differ", GOOD.errors, repeatable=False))
     assert found.status == status and found.repeatable is False
 
 

@@ -176,3 +176,44 @@ def test_missing_lm_eval_gives_the_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'grape-pe\[eval\]'"):
         lab.evaluate(model(), tokenizer())
+
+
+QUESTIONS = {
+    "arc_easy": {
+        "question": "Which is largest?",
+        "choices": {"text": ["sun", "ant"], "label": ["A", "B"]},
+        "answerKey": "A",
+    },
+    "arc_challenge": {"question": "Which?", "choices": {"text": ["sun", "ant"], "label": ["A", "B"]}, "answerKey": "B"},
+    "openbookqa": {"question_stem": "Fog is around", "choices": {"text": ["a marsh", "a desert"], "label": ["A", "B"]},
+                   "answerKey": "A"},
+    "hellaswag": {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "endings": ["stands.", "sings."],
+                  "label": "0"},
+    "piqa": {"goal": "Boil water.", "sol1": "heat it", "sol2": "freeze it", "label": 0},
+    "winogrande": {"sentence": "Ann saw Bea because _ looked.", "option1": "Ann", "option2": "Bea", "answer": "1"},
+    "sciq": {"support": "", "question": "Who?", "distractor1": "a", "distractor2": "b", "distractor3": "c",
+             "correct_answer": "d"},
+}  # fmt: skip
+
+
+def test_the_seven_tasks_run_on_local_questions(offline, capsys):
+    data = offline / "questions"
+    data.mkdir()
+    for name, row in QUESTIONS.items():
+        (data / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    model().save_pretrained(offline / "model")
+    tokenizer().save_pretrained(offline / "model")
+    assert main(["eval", "lm", str(offline / "model"), "--data", str(data), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found["tasks"]) == list(lab.PAPER_TASKS)
+    for name, score in found["tasks"].items():
+        assert score["samples"] == 3 and score["acc"] in (0.0, 1.0)
+        assert (score["acc_norm"] is None) == (name == "winogrande")
+
+
+@pytest.mark.parametrize("rows, said", [(None, "no questions of piqa"), ({"goal": "x"}, "sol1 is missing")])
+def test_questions_that_do_not_fit_are_refused_before_the_model_is_loaded(tmp_path, capsys, rows, said):
+    if rows is not None:
+        (tmp_path / "piqa.jsonl").write_text(json.dumps(rows) + "\n")
+    assert main(["eval", "lm", str(tmp_path / "no-model"), "--data", str(tmp_path), "--tasks", "piqa"]) == 2
+    assert said in capsys.readouterr().err

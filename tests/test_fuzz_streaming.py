@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import grape_pe as grape
-from grape_pe.cache.table import Table
+from grape_pe.cache.table import TokenTable
 from grape_pe.testing.fuzz import run
 from grape_pe.testing.fuzz.streaming import check
 
@@ -32,12 +32,12 @@ def test_a_lost_neighbour_is_noticed(monkeypatch):
 
 def test_padding_left_in_place_is_noticed(monkeypatch):
     monkeypatch.setattr(
-        Table, "cut", lambda self, counts, trim=False: setattr(self, "length", self.length - min(counts))
+        TokenTable, "cut", lambda self, counts, trim=False: setattr(self, "length", self.length - min(counts))
     )
     assert fails(60)
 
 
 @pytest.mark.parametrize("name", ["hidden"])
 def test_a_visible_empty_slot_is_noticed(monkeypatch, name):
-    monkeypatch.setattr(Table, name, lambda self, last=None: None)
+    monkeypatch.setattr(TokenTable, name, lambda self, last=None: None)
     assert fails(60)

@@ -182,12 +182,12 @@ def test_a_cache_that_does_not_crop_is_noticed(name, monkeypatch):
 def test_a_bias_lost_in_the_cache_is_noticed(name, monkeypatch):
     model, ids = small(name), tokens()
     want = generated(model, ids, use_cache=False, do_sample=False)
-    real = grape.StreamingCache._seen
+    real = grape.StreamingCache._inputs
 
     def without_bias(self, code, *rest):
         return dataclasses.replace(real(self, code, *rest), bias=grape.NoBias())
 
-    monkeypatch.setattr(grape.StreamingCache, "_seen", without_bias)
+    monkeypatch.setattr(grape.StreamingCache, "_inputs", without_bias)
     with pytest.raises(AssertionError):
         same(model, ids, want, do_sample=False)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from grape_pe.lab.compare.archive import write_archive
 from grape_pe.lab.compare.budgets import branches
-from grape_pe.lab.compare.comparison import Comparison, jobs, load_comparison, trials
-from grape_pe.lab.compare.run import compare
+from grape_pe.lab.compare.comparison import Comparison, jobs, join_directory, load_comparison, trials
+from grape_pe.lab.compare.run import available_cores, compare
 from grape_pe.lab.config import flat
 from grape_pe.lab.errors import LabError
+from grape_pe.lab.report import markdown, read_results
+from grape_pe.lab.report.ranking import ranking
 from grape_pe.lab.train.optimization import learning_rate
 from grape_pe.lab.train.run_directory import read_metrics
 from grape_pe.lab.train.trainer import train
@@ -99,6 +103,72 @@ def test_a_comparison_with_a_sweep_and_budgets(data: Path, tmp_path: Path) -> No
         assert line["budgets"][0]["loss"] == min(each["loss"] for each in line["sweep"])
         assert all(len(each["stretches"]) == len(line["extrapolation"][0]["stretches"]) for each in
                    line["extrapolation"] if each["loss"] is not None)  # fmt: skip
+
+
+def measured(root: Path) -> dict[str, dict[str, object]]:
+    """Every evaluation.json by its place, without times and memory."""
+    varies = ("seconds", "tokens_per_second", "peak_memory_bytes")
+    found = {path: json.loads(path.read_text()) for path in root.glob("*/**/evaluation.json")}
+    return {
+        str(path.relative_to(root)): {name: value for name, value in said.items() if name not in varies}
+        for path, said in found.items()
+    }
+
+
+def test_a_part_goes_on_elsewhere_to_the_same_results(data: Path, tmp_path: Path) -> None:
+    asked = tiny(data, sweep=[1e-3, 1e-2], budgets=[8 * STEP, 16 * STEP])
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    compare(asked, whole, side_by_side=2, quiet=True)
+    shutil.copytree(whole, part)
+    for place in ("runs/alibi-s0", "sweep/language/alibi-lr0.01"):
+        shutil.rmtree(part / place)
+    said = json.loads((part / "compare.json").read_text())
+    (part / "compare.json").write_text(json.dumps({**said, "machine": {"name": "abacus"}}))
+    file = write_archive(part, tmp_path / "part.jsonl")
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == ["comparison", "language", "trial", "trial", "trial"]
+    assert "1 of 2 runs done; not done: alibi 1" in markdown(read_results([file]))
+
+    elsewhere = tmp_path / "elsewhere"
+    compare(asked, elsewhere, side_by_side=2, quiet=True, start=file)
+    assert measured(elsewhere) == measured(whole) and not (elsewhere / "runs/rope-s0/final").exists()
+    assert (elsewhere / "runs/alibi-s0/final").exists()
+    results = read_results([elsewhere])
+    assert ranking(results) and [row.losses for row in ranking(results)] == [
+        row.losses for row in ranking(read_results([whole]))
+    ]
+    assert any("name abacus" in note and "not speeds" in note for note in results.notes)
+    compare(asked, elsewhere, side_by_side=2, quiet=True, start=file)  # the same line again changes nothing
+    assert measured(elsewhere) == measured(whole)
+    again = write_archive(elsewhere, tmp_path / "again.jsonl")
+    assert set(file.read_text().splitlines()[1:]) < set(again.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "line, change, said",
+    [
+        (0, {"data": {"manifest": "other"}}, "a comparison on other data"),
+        (0, {"threads": 7}, r"another threads a run \(7 -> 1; see --jobs\)"),
+        (0, {"kind": "language"}, "has no settings to go on with"),
+        (1, {"run": "../../x"}, "is no run of this comparison"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(data: Path, tmp_path: Path, line, change, said) -> None:
+    asked = tiny(data)
+    (tmp_path / "begun").mkdir()
+    join_directory(tmp_path / "begun", asked, 1)
+    place = tmp_path / "begun/runs/rope-s0"
+    place.mkdir(parents=True)
+    (place / "evaluation.json").write_text('{"label": "rope", "seed": 0, "val_loss": 3.0}')
+    file = write_archive(tmp_path / "begun", tmp_path / "file.jsonl")
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    lines[line] |= change
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    with pytest.raises(LabError, match=said):
+        compare(asked, tmp_path / "out", side_by_side=available_cores(), quiet=True, start=file)
+    other = tiny(data, budgets=[8 * STEP, 16 * STEP])
+    with pytest.raises(LabError, match="budgets" if not change.get("kind") else said):
+        compare(other, tmp_path / "new", side_by_side=available_cores(), quiet=True, start=file)
 
 
 def test_trials_come_before_the_seeds_and_have_the_smallest_budget(data: Path) -> None:

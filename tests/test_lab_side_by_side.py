@@ -106,3 +106,58 @@ def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
     _, said = running.communicate(timeout=120)
     assert (running.returncode, said) == (130, "")
     assert saved.read_text() == str(int(signal.SIGTERM))
+
+
+STARTING = """
+import os
+import sys
+import time
+from pathlib import Path
+
+here = Path(__file__).parent
+if os.environ.get("SLOW_IMPORT") == "1" and "slow_import" in sys.modules:
+    (here / "pid").write_text(str(os.getpid()))
+    while not (here / "go").exists():
+        time.sleep(0.01)
+
+def work(place):
+    (here / "worked").touch()
+    return 0
+"""
+KILLED = """
+import os
+from grape_pe.lab.compare.processes import Task, run_side_by_side
+
+if __name__ == "__main__":
+    import slow_import
+    os.environ["SLOW_IMPORT"] = "1"
+    run_side_by_side([Task("a", slow_import.work)], 1)
+"""
+
+
+def test_a_worker_whose_parent_is_killed_while_it_starts_does_nothing(tmp_path: Path) -> None:
+    """Importing torch takes seconds: a worker that went on after them would hold its run's lock."""
+    (tmp_path / "slow_import.py").write_text(STARTING)
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    running = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": paths})
+    while running.poll() is None and not (tmp_path / "pid").exists():
+        time.sleep(0.02)
+    running.kill()
+    running.wait()
+    (tmp_path / "go").touch()
+    worker = int((tmp_path / "pid").read_text())
+    ends = time.monotonic() + 60
+    while _runs(worker) and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not _runs(worker) and not (tmp_path / "worked").exists()
+
+
+def _runs(pid: int) -> bool:
+    from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
+
+    try:
+        return Process(pid).status() != STATUS_ZOMBIE
+    except NoSuchProcess:
+        return False

@@ -48,7 +48,7 @@ def windowed(monkeypatch):
         def limited(*args, **masks):
             return attend(*args, **{"window": window, "sinks": sinks, **masks}, impl="reference")
 
-        monkeypatch.setattr("grape_pe.cache.seen.attend", limited)
+        monkeypatch.setattr("grape_pe.cache.inputs.attend", limited)
 
     yield use
     monkeypatch.undo()

@@ -35,6 +35,7 @@ class Row:
     shift: int = 2**20
     relative: bool = True
     min_dim: int = 1
+    real: bool = True  # takes positions between whole numbers; a table of distances refuses them
 
     def __str__(self) -> str:
         return self.name + "".join(f",{key}={value}" for key, value in self.options.items())
@@ -45,6 +46,19 @@ TABLE = [
     Row("rope", ROTATION),
     Row("rope", ROTATION, {"layout": "interleaved", "base": 500.0}),
     Row("rope", ROTATION, {"coords": 2}, shift=2**19),
+    Row("rope", ROTATION, {"rotary_dim": 2}, min_dim=2),
+    Row("rope", ROTATION, {"rotary_dim": 4, "layout": "interleaved"}, min_dim=4),
+    Row("rope", ROTATION, {"scaling": {"type": "llama3", "factor": 8.0, "original_context": 512}}, min_dim=2),
+    Row("grape-m", ROTATION, {"scaling": {"type": "ntk", "factor": 4.0}}, min_dim=2),
+    Row(
+        "grape-m+alibi",
+        ("linear_in_offset",),  # YaRN's attention factor changes the norm of queries
+        {"scaling": {"type": "yarn", "factor": 4.0, "original_context": 64}, "rotary_dim": 4},
+        min_dim=4,
+    ),
+    Row(
+        "grape-m-basis", ROTATION, {"rotary_dim": 2, "scaling": {"type": "linear", "factor": 4.0}}, min_dim=2
+    ),
     Row("grape-m", ROTATION),
     Row("grape-m", ROTATION, {"per_head": True}),
     Row("grape-m", ROTATION, {"coords": 3, "axes": "mixed"}, shift=2**18),
@@ -78,8 +92,20 @@ TABLE = [
     Row("grape-ap", options={"probe_rotation": "relative", "probe": "q"}),
     Row("grape-ap", options={"probe_rotation": "relative", "probe": "k", "normalize_query": True}),
     Row("grape-ap", options={"probe_rotation": "relative", "probe": "v"}),
+    Row("alibi", ("linear_in_offset",), {"both": True}, real=False),
+    Row("t5", real=False),
+    Row("t5", options={"buckets": 8, "max_distance": 6, "both": True}, real=False),
+    Row("kerple-log", real=False),
+    Row("kerple-power", real=False),
+    Row("sandwich", options={"dim": 8}, real=False),
+    Row("relative", options={"reach": 5}, real=False),
+    Row("relative", options={"tables": 2, "reach": 4, "both": True, "beyond": "last"}, real=False),
+    Row("rope+t5", ("norm",), real=False),
     Row("liere", ROTATION, shift=2**10),
     Row("liere", ("norm",), {"coords": 2, "per_head": False}, relative=False, min_dim=3),
+    Row("logn", options={"length": 2}, relative=False),
+    Row("rope+alibi+logn", ("linear_in_offset",), {"length": 3}, relative=False),
+    Row("path+logn", options={"length": 3}, relative=False),
     Row("path"),
     Row("path", options={"conv": 0, "rank": 2}),
     Row("rope+fox", ("norm",)),
@@ -196,10 +222,10 @@ def test_nonpositive_where_promised(row: Row):
 
 @everything
 def test_batched_and_real_positions(row: Row):
-    """Positions given for each sequence, as real numbers, act on that sequence alone."""
+    """Positions given for each sequence, as real numbers where it takes them, act on that sequence alone."""
     enc = make(row)
     tokens = testing.sample(enc)
-    shifts = torch.tensor([0.0, 17.25]).view(2, *(1,) * tokens.positions.dim())
+    shifts = torch.tensor([0.0, 17.25 if row.real else 17.0]).view(2, *(1,) * tokens.positions.dim())
     batched = testing.scores(enc, tokens.at(tokens.positions + shifts))
     for b in range(2):
         alone = testing.scores(enc, tokens.at(tokens.positions + shifts[b]))

@@ -26,7 +26,6 @@ Ask = Callable[[], tuple[bool, str, str]]
 
 def forget() -> None:
     """Whether there is a kernel is decided once in a process: decide again."""
-    build._attempt.cache_clear()
     build._load.cache_clear()
 
 

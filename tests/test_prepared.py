@@ -5,7 +5,7 @@ import torch
 
 import grape_pe as grape
 from grape_pe.cache import Layout
-from grape_pe.cache.seen import encode
+from grape_pe.cache.inputs import encode
 from grape_pe.encodings.prepared import FEW, Preparation
 from grape_pe.hf.fade import fade_in
 from grape_pe.testing import TOL

@@ -162,7 +162,7 @@ def test_runs_not_done_diverged_or_cut_short_are_told(finished):
     results = read_results([finished])
     row = next(row for row in ranking(results) if row.label == "fox")
     assert row.val_loss.count == 1
-    assert row.status == "1 of 3 diverged, 1 of 3 not done"
+    assert row.status == "1 of 3 diverged, 1 of 9 not done"  # nine with the tasks
     assert results.notes == ()  # a kill cuts the last line: no news
     assert "1 of 3 diverged" in table(results) and "1 of 3 diverged" in report_page(results)
 
@@ -309,7 +309,7 @@ def test_what_diverged_or_is_missing_is_said_and_not_dropped():
     said = verdict(replace(results, arms=(results.arms[0], fox, waiting)))
     assert said.best == "alibi"  # fox is lower where it did not diverge
     assert "fox diverged in 1 of 3 runs, so it is not ranked." in said.details
-    assert any(sentence.startswith("alibi has 1 of 3 runs not done") for sentence in said.details)
+    assert any(sentence.startswith("8 of 9 runs done; not done: alibi 1.") for sentence in said.details)
     rows = ranking(replace(results, arms=(results.arms[0], fox, waiting)))
     assert [row.label for row in rows] == ["alibi", "rope", "fox"]
     assert rows[1].val_loss.mean == pytest.approx(3.55)  # on the seeds that alibi has too

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from grape_pe.lab.compare.archive import write_archive
 from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.evaluate.benchmarks import Scores, TaskScore
-from grape_pe.lab.report import markdown, read_results, report_page, results_json, summary, table, write_jsonl
+from grape_pe.lab.report import markdown, read_results, report_page, results_json, summary, table
 from grape_pe.lab.report.ranking import (
     budget_blocks,
     length_blocks,
@@ -154,7 +155,7 @@ def test_arms_without_budgets_or_with_other_seeds_are_not_compared_there():
     assert all(b.units == (1, 2) and set(b.means) == {"a", "b"} for b in each.values())
     details = verdict(results).details
     assert "c: no loss at 1M tokens in all seeds, so no change." in details
-    assert any(text.startswith("b has 1 of 3 runs not done") for text in details)
+    assert any(text.startswith("8 of 9 runs done; not done: b 1.") for text in details)
 
 
 def test_an_arm_that_diverged_at_a_budget_is_not_compared_there():
@@ -273,7 +274,7 @@ def test_runs_of_one_recipe_are_compared_seed_by_seed_and_others_are_not(tmp_pat
     assert [arm.label for arm in results.arms] == ["rope", "alibi", "rope (longer)", "fox"]
     assert verdict(results).best == "rope" and ranking(results)[0].val_loss.count == 2
     assert any("no fair comparison" in note for note in results.notes)
-    assert "fox has 1 of 1 runs not done; arms are compared on shared seeds." in verdict(results).details
+    assert verdict(results).details[0].startswith("5 of 6 runs done; not done: fox 1. Arms are compared")
 
 
 def test_scores_of_lm_eval_are_a_table(tmp_path):
@@ -302,14 +303,25 @@ def test_scores_of_lm_eval_are_a_table(tmp_path):
 
 def test_one_file_holds_what_a_report_needs(finished, tmp_path):
     before = read_results([finished])
-    after = read_results([write_jsonl(before, tmp_path / "all.jsonl")])
+    after = read_results([write_archive(finished, tmp_path / "all.jsonl")])
     assert markdown(after) == markdown(before)
     assert [row.label for row in ranking(after)] == [row.label for row in ranking(before)]
     assert after.recipes[0].settings == before.recipes[0].settings
-    assert write_jsonl(after, tmp_path / "again.jsonl").read_text() == (tmp_path / "all.jsonl").read_text()
     json.dumps(results_json(after), allow_nan=False)
     with pytest.raises(LabError, match="there is no file"):
         read_results([tmp_path / "none.jsonl"])
+    with pytest.raises(LabError, match="--jsonl takes one directory of grape compare"):
+        write_archive(tmp_path, tmp_path / "none.jsonl")
+
+
+def test_a_file_of_a_part_says_how_many_runs_are_done(finished, tmp_path):
+    for run in ("fox-s1", "fox-s2", "rope-s2"):
+        (finished / "runs" / run / "evaluation.json").unlink()
+    results = read_results([write_archive(finished, tmp_path / "part.jsonl")])
+    done = len(list(finished.glob("*/**/evaluation.json")))
+    assert f"{done} of {done + 3} runs done; not done: rope 1, fox 2. Arms are compared" in markdown(results)
+    assert verdict(results) == verdict(read_results([finished]))
+    assert ranking(results)[0].val_loss.count == 1  # the seed that all have
 
 
 def test_markdown_has_every_table(finished):
@@ -330,3 +342,16 @@ def test_the_numbers_in_the_documents_are_generated():
         sys.path.pop(0)
     text = (root / "docs/results.md").read_text()
     assert "<!-- generated: " in text and tool.generated(text, root) == text
+
+
+@pytest.mark.parametrize("speeds, claimed", [((500, 505, 495), True), ((400, 1500, 500), False)])
+def test_a_speed_is_claimed_only_beyond_what_runs_differ_by(finished: Path, speeds, claimed: bool):
+    """Runs of a comparison share the machine with whatever else it does."""
+    for file in sorted((finished / "runs").glob("*/evaluation.json")):
+        name, seed = file.parent.name.rsplit("-s", 1)
+        speed, loss = (speeds[int(seed)], 1.0) if name == "fox" else (1000 + int(seed), 2.0)
+        stored = json.loads(file.read_text()) | {"tokens_per_second": speed, "val_loss": loss}
+        file.write_text(json.dumps(stored))
+    details = " ".join(verdict(read_results([finished])).details)
+    assert ("fox trains 50% slower" in details) is claimed
+    assert ("beyond chance; grape bench train" in details) is not claimed

@@ -21,12 +21,12 @@ from grape_pe.attention.gpu.store import Device, release
 from grape_pe.attention.gpu.verdict import Verdict
 
 GPU = Device("Fake GPU", (9, 0), "555.42")
-GOOD = Verdict(True, None, {"out": {"error": 1e-7, "dense": 1e-7, "allowed": 1e-5}})
-BAD = Verdict(False, "wrong numbers in d_q: relative error 3.0e-01, allowed 1.0e-05")
+GOOD = Verdict(None, {"out": {"error": 1e-7, "dense": 1e-7, "allowed": 1e-5}})
+BAD = Verdict("wrong numbers in d_q: relative error 3.0e-01, allowed 1.0e-05")
 Q = torch.zeros(1, 2, 4, 64, dtype=torch.bfloat16)
 CASE = verdict.Case("bfloat16", 64, 64, "slope", ("causal",))
 REPORT = (
-    "import json, os, sys; given = json.load(sys.stdin); "
+    "import json, os, sys; given = json.loads(sys.argv[1]); "
     "open(os.environ['GRAPE_PE_CACHE'] + '/runs', 'a').write(given['bias'] + '\\n'); "
 )
 
@@ -184,7 +184,7 @@ def test_a_damaged_file_is_ignored_and_rewritten(text: str, monkeypatch: pytest.
 def test_a_verdict_of_the_wrong_type_is_ignored(tmp_path: Path):
     verdict.keep(GPU, CASE, GOOD)
     (path,) = tmp_path.glob("triton-*.json")
-    for wrong in ({"ok": 1, "reason": None}, {"ok": False, "reason": None}, {"ok": True}, {"sure": True}):
+    for wrong in ({"ok": True, "reason": None}, {}, {"sure": True}, [None], None):
         path.write_text(json.dumps({**json.loads(path.read_text()), "value": wrong}))
         assert verdict.stored(GPU, CASE) is None
 
@@ -272,7 +272,6 @@ def test_processes_that_start_together_check_once(monkeypatch: pytest.MonkeyPatc
         found.append(verdict.check(torch.device("cpu"), CASE))
 
     threads = [threading.Thread(target=one) for _ in range(2)]
-    monkeypatch.setattr(verdict, "_checking", threading.Semaphore(2))  # so that the file lock decides
     with FileLock(tmp_path / "check.lock"):
         for thread in threads:
             thread.start()
@@ -310,7 +309,7 @@ def test_torch_compile_uses_a_stored_verdict(dynamic: bool | None, monkeypatch: 
 def test_torch_compile_runs_no_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     use(monkeypatch, answers(GOOD))
     torch._dynamo.reset()
-    with pytest.warns(UserWarning, match="have not been checked") as caught:
+    with pytest.warns(UserWarning, match="not yet checked") as caught:
         assert torch.equal(torch.compile(compiled, backend="eager", fullgraph=True)(Q), Q - 1)
     assert len(caught) == 1 and runs(tmp_path) == []
     assert ask() is None and runs(tmp_path) == ["slope"]  # a call that is not traced may check
@@ -376,7 +375,7 @@ def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch):
 def test_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch):
     spoil(monkeypatch, lambda x: x * float("nan"))
     found = check.check(problem(impl="spoilt"))
-    assert not found.ok and "d_k" in found.reason and found.errors["d_k"]["error"] == -1
+    assert not found.ok and "d_k" in found.reason and found.errors["d_k"]["error"] > 1e20
     json.dumps(asdict(found), allow_nan=False)
 
 
@@ -438,7 +437,7 @@ def test_auto_asks_before_it_takes_triton(monkeypatch, verdict_of_check):
     module = sys.modules["grape_pe.attention.attend"]
     able = replace(module.IMPLEMENTATIONS["triton"], why_not=lambda *_: None)
     monkeypatch.setitem(module.IMPLEMENTATIONS, "triton", able)
-    monkeypatch.setattr(module, "_preference", lambda call: (["triton", "blocks"], "a fake GPU"))
+    monkeypatch.setattr(module.Call, "_preference", lambda call: (["triton", "blocks"], "a fake GPU"))
     monkeypatch.setattr(module, "why_not_trusted", trusted)
     q = torch.randn(1, 2, 5, 4)
     bias = grape.build("alibi", heads=2, head_dim=4)(q, q).bias
@@ -448,6 +447,6 @@ def test_auto_asks_before_it_takes_triton(monkeypatch, verdict_of_check):
     assert verdict_of_check is None or told.why_not["triton"] == verdict_of_check
     assert attend.explain(q, q, q, bias=bias, impl="triton").impl == "triton"
     asked.clear()
-    monkeypatch.setattr(module, "_preference", lambda call: (["blocks", "triton"], "a fake GPU"))
+    monkeypatch.setattr(module.Call, "_preference", lambda call: (["blocks", "triton"], "a fake GPU"))
     assert attend.explain(q, q, q, bias=bias).why_not["triton"] == "less preferred here"
     assert asked == []  # a check takes minutes, and this call does not depend on it

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from svg import COLOURS, Chart
 from torch import Tensor
 
 import grape_pe as grape
+from grape_pe.lab.report.chart import COLOURS, Chart
 from grape_pe.testing import Sample, scores
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"

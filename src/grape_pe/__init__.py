@@ -1,4 +1,4 @@
-"""Position encodings as group actions: one object says what a token does on arrival.
+"""Position encodings for attention (RoPE, ALiBi, FoX, GRAPE), fast attention and KV caches.
 
 import grape_pe as grape
 
@@ -16,9 +16,9 @@ from torch import nn
 
 from . import bias, encodings, groups
 from .attention import attend, record_pruning
-from .bias import Bias, NoBias, PathBias, ScoreBias, SlopeBias, SlopeTerm, SumBias, TileBias
+from .bias import Bias, DistanceBias, NoBias, PathBias, ScoreBias, SlopeBias, SlopeTerm, SumBias, TileBias
 from .cache import StreamingCache
-from .encodings import Encoded, Encoding, HeadShape, Tokens, build, convert_layout, names, register
+from .encodings import Encoded, Encoding, Facts, HeadShape, Tokens, build, convert_layout, names, register
 from .layers import Attention
 
 __version__ = "0.1.0"
@@ -38,8 +38,10 @@ def adapt(model: Model, encoding: str, **options: Any) -> Model:
 __all__ = [
     "Attention",
     "Bias",
+    "DistanceBias",
     "Encoded",
     "Encoding",
+    "Facts",
     "HeadShape",
     "NoBias",
     "PathBias",

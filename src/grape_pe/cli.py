@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from . import __version__
 from .commands import COMMANDS
 from .commands.errors import BAD_INPUT, DIVERGED, CommandError
-from .commands.parsers import Run
+from .commands.parsers import Run, add_import
 from .commands.train import refuse_unknown
+from .encodings.own import import_modules
 from .lab.errors import Diverged, LabError
 
 ABOUT = """Position encodings for Transformers: use them, train with them, compare them.
 
-Exit codes: 0 done, 1 grape doctor found a problem, 2 something to put right (said in one line),
-3 a run diverged, 130 or 143 stopped by Ctrl-C or SIGTERM (a training run has saved)."""
+Exit codes: 0 success; 1 grape doctor found a problem; 2 usage error (the message says what to change);
+3 training diverged; 130 or 143 stopped by Ctrl-C or SIGTERM (a training run saves a checkpoint first)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, left = parser().parse_known_args(argv)
         if left:
             refuse_unknown(options, left)
+        import_modules([*getattr(options, "imports", ()), *getattr(options, "imports_after", ())])
         run: Run = options.run
         return run(options)
     except Diverged as problem:
@@ -52,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"grape-pe {__version__}")
+    add_import(top, "imports", "a module with encodings of your own; also from the current folder")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parsers(commands)

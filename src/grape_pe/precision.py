@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -24,6 +25,11 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which tensors of `dtype` are multiplied: at least float32."""
     full = dtype is torch.float32 or dtype is torch.float64
     return dtype if full else torch.promote_types(dtype, torch.float32)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether Python may look at its values: not while torch.compile traces, nor on meta or fake tensors."""
+    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
 def autocasts(x: Tensor) -> bool:

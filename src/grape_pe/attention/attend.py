@@ -137,7 +137,7 @@ def attend(
         documents: (Tk,) or (B, Tk) integer ids of packed sequences; a query sees only its own document.
         cu_seqlens: the same as cumulative lengths (0, n1, n1 + n2, …, Tk), for every row of the batch.
         key_padding: (B, Tk) bool, True where the key is padding.
-        sinks: the number of first keys that stay visible whatever the window.
+        sinks: number of initial keys visible outside the window.
         scale: factor of q k^T, 1/sqrt(D) by default.
         prune: skip keys that cannot change the result: "auto" (below rounding), None (never), or a distance
             in nats below a row's largest logit.
@@ -154,9 +154,18 @@ def attend(
     A query, or a visible key or value, that holds a NaN or an infinity makes its rows NaN; hidden ones change
     nothing. There is no second derivative, except by impl="reference" and "blocks".
     """
-    _check_shapes(q, k, v)
+    _check_tensors(q, k, v)
     masks = Masks.checked(q, k, causal, window, documents, cu_seqlens, key_padding, sinks, key_bound)
-    bias = _checked_bias(NO_BIAS if bias is None else bias, q, k)
+    bias = NO_BIAS if bias is None else bias
+    if not isinstance(bias, Bias):
+        raise TypeError(
+            f"bias must be one of the kinds in grape_pe.bias, got {type(bias).__name__}; "
+            "wrap a function of your own in ScoreBias or TileBias"
+        )
+    bias.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    bias = SlopeBias((bias,)) if isinstance(bias, SlopeTerm) else bias
+    tensors = bias.tensors()
+    check_devices(q, tensors, " of the bias")
     as_number(prune)
     if isinstance(scale, Tensor):
         raise TypeError("scale must be a number, got a Tensor; multiply q by it instead")
@@ -165,10 +174,11 @@ def attend(
     if q.shape[-1] == 0:  # all logits are zero, or the bias: as with one feature that is zero
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Call(q, k, v, bias.at_scale(scale), masks, scale, prune, impl, return_lse)
+    inputs = q, k, v, bias.at_scale(scale), masks
+    return Call(inputs, scale, prune, impl, return_lse, *_surroundings(q, k, v, *tensors.values()))
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -192,52 +202,33 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_devices(q, {"k": k, "v": v})
 
 
-def _checked_bias(bias: Bias, q: Tensor, k: Tensor) -> Bias:
-    if not isinstance(bias, Bias):
-        raise TypeError(
-            f"bias must be one of the kinds in grape_pe.bias, got {type(bias).__name__}; "
-            "wrap a function of your own in ScoreBias or TileBias"
-        )
-    bias.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    check_devices(q, bias.tensors(), " of the bias")
-    return SlopeBias((bias,)) if isinstance(bias, SlopeTerm) else bias
+def _surroundings(*tensors: Tensor) -> tuple[bool, str | None]:
+    """Whether gradients are wanted, and the transform under way that only plain torch operations support."""
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling():
+        return learns, None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return learns, "torch.func"
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return learns, "forward-mode"
+    return learns, None
 
 
 # ------------------------------------------------------------------------- which implementation computes it
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One call of `attend`, checked."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Bias
-    masks: Masks
+    inputs: tuple[Tensor, Tensor, Tensor, Bias, Masks]
     scale: float
     prune: Prune
     impl: str
     return_lse: bool
-    learns: bool = field(init=False)
-    transform: str | None = field(init=False)  # under way, and supported by plain torch operations only
-    reasons: dict[str, str | None] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        tensors = [self.q, self.k, self.v, *self.bias.tensors().values()]
-        self.learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        self.transform = None
-        if not torch.compiler.is_compiling():
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                self.transform = "torch.func"
-            elif forward_ad._current_level >= 0 and any(
-                forward_ad.unpack_dual(x).tangent is not None for x in tensors
-            ):
-                self.transform = "forward-mode"
-
-    @property
-    def logits(self) -> int:
-        return self.q.shape[0] * self.q.shape[1] * self.q.shape[2] * self.k.shape[2]
+    learns: bool
+    transform: str | None
+    reasons: dict[str, str | None] = field(default_factory=dict)
 
     def why_not(self, name: str) -> str | None:
         """Why the implementation cannot do the call, or None; each is asked once."""
@@ -250,59 +241,62 @@ class Call:
             return f"it has no derivative for {self.transform} transforms"
         if self.return_lse and not implementation.has_lse:
             return "it does not return the logsumexp"
-        reason = implementation.why_not(self.q, self.k, self.v, self.bias, self.masks)
+        reason = implementation.why_not(*self.inputs)
         if reason is None and name == "triton" and self.impl == "auto":  # only after its check on the device
-            return why_not_trusted(self.q, self.v, bias_kind(self.bias), self.masks.names)
+            q, _, v, bias, masks = self.inputs
+            return why_not_trusted(q, v, bias_kind(bias), masks.names)
         return reason
 
-    def choose(self) -> str:
-        """The implementation asked for, if it can do the call; with "auto" the first of those preferred."""
+    def choose(self) -> tuple[str, str]:
+        """The implementation asked for, if it can do the call; with "auto" the first that can; and why."""
         if self.impl == "auto":
-            return next(name for name in [*_preference(self)[0], "blocks"] if self.why_not(name) is None)
+            names, why = self._preference()
+            return next(name for name in [*names, "blocks"] if self.why_not(name) is None), why
         reason = self.why_not(self.impl)
         if reason is not None:
             able = ", ".join(name for name in IMPLEMENTATIONS if self.why_not(name) is None)
             raise ValueError(f"impl={self.impl!r} cannot do this: {reason}; these can: {able}")
-        return self.impl
+        return self.impl, "asked for by name"
+
+    def _preference(self) -> tuple[list[str], str]:
+        """What `auto` tries, best first, and the reason for that order."""
+        q, k, _, bias, masks = self.inputs
+        if self.transform is not None:
+            return ["reference"], f"a {self.transform} transform, which the fused kernels do not support"
+        plain = isinstance(bias, NoBias) and masks.plain
+        if q.is_cuda:
+            why = "on CUDA torch's attention without a bias, else the fused kernel, then FlexAttention"
+            return (["sdpa"] if plain else []) + ["triton", "decode", "flex"], why
+        if plain and not self.learns:
+            return ["sdpa", "decode", "cpu"], "no bias and no gradients: torch's own attention"
+        reason = self.why_not("cpu")
+        if reason is None:
+            if not self.learns and self.why_not("decode") is None:
+                return ["decode"], "a few queries and no gradients: the bias as rows, on torch's attention"
+            return ["cpu"], "on CPU the compiled kernel, which skips tiles that cannot matter"
+        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= SMALL:
+            return ["reference"], "so small that the dense computation is the quickest"
+        if plain:
+            return ["sdpa"], f"torch's own attention; no compiled kernel: {reason}"
+        return ["decode"], f"plain torch, by blocks; no compiled kernel: {reason}"
 
     def run(self) -> Tensor | tuple[Tensor, Tensor | None]:
-        attend = IMPLEMENTATIONS[self.choose()].attend
-        with without_autocast(self.q):
-            out, lse = attend(self.q, self.k, self.v, self.bias, self.masks, self.scale, self.prune)
-        if out.shape != (*self.q.shape[:3], self.v.shape[-1]):
+        q, k, v = self.inputs[:3]
+        attend = IMPLEMENTATIONS[self.choose()[0]].attend
+        with without_autocast(q):
+            out, lse = attend(*self.inputs, self.scale, self.prune)
+        if out.shape != (*q.shape[:3], v.shape[-1]):
             raise ValueError(
-                f"the bias must broadcast to (B, H, Tq, Tk) = ({self.q.shape[0]}, {self.q.shape[1]}, "
-                f"{self.q.shape[2]}, {self.k.shape[2]}), but made an output of shape {tuple(out.shape)}"
+                f"the bias must broadcast to (B, H, Tq, Tk) = ({q.shape[0]}, {q.shape[1]}, {q.shape[2]}, "
+                f"{k.shape[2]}), but made an output of shape {tuple(out.shape)}"
             )
         return (out, lse) if self.return_lse else out
 
     def explanation(self) -> Explanation:
-        chosen = self.choose()
-        why = _preference(self)[1] if self.impl == "auto" else "asked for by name"
-        self.impl = chosen  # with "auto" the question why not Triton would start its check on the device
-        others = [name for name in IMPLEMENTATIONS if name != chosen]
+        self.impl, why = (
+            self.choose()
+        )  # not "auto": to ask why not Triton would start its check on the device
+        others = {name: self.why_not(name) for name in IMPLEMENTATIONS if name != self.impl}
         return Explanation(
-            chosen, why, {name: self.why_not(name) or "less preferred here" for name in others}
+            self.impl, why, {name: reason or "less preferred here" for name, reason in others.items()}
         )
-
-
-def _preference(call: Call) -> tuple[list[str], str]:
-    """What `auto` tries, best first, and the reason for that order."""
-    if call.transform is not None:
-        return ["reference"], f"a {call.transform} transform, which the fused kernels do not support"
-    plain = isinstance(call.bias, NoBias) and call.masks.plain
-    if call.q.is_cuda:
-        why = "on CUDA torch's attention without a bias, else the fused kernel, then FlexAttention"
-        return (["sdpa"] if plain else []) + ["triton", "decode", "flex", "blocks"], why
-    if plain and not call.learns:
-        return ["sdpa", "decode", "cpu", "blocks"], "no bias and no gradients: torch's own attention"
-    reason = call.why_not("cpu")
-    if reason is None:
-        if not call.learns and call.why_not("decode") is None:
-            return ["decode"], "a few queries and no gradients: the bias as rows, on torch's attention"
-        return ["cpu"], "on CPU the compiled kernel, which skips tiles that cannot matter"
-    if call.logits <= SMALL:
-        return ["reference"], "so small that the dense computation is the quickest"
-    if plain:
-        return ["sdpa", "blocks"], f"torch's own attention; no compiled kernel: {reason}"
-    return ["decode", "blocks"], f"plain torch, by blocks; no compiled kernel: {reason}"

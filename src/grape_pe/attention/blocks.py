@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..bias import Bias
-from .masks import Masks, finite_tokens, readable
+from ..precision import readable
+from .masks import Masks, finite_tokens
 from .pruning import Prune
 
 #: elements of one block's logits, all heads together (float32: 64 MB)
@@ -62,18 +63,18 @@ def attend_blocks(
 
 def _softmax(logits: Tensor, masks: Masks, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
     """Weights over the visible keys and the logsumexp; zeros and -inf for a query that sees none."""
-    hidden = ~masks.tile(rows, cols)
-    if _finite(logits):  # takes a sixth of the time of masked_fill, and none in the backward pass
+    hidden, finite = ~masks.tile(rows, cols), _finite(logits)
+    if finite:  # takes a sixth of the time of masked_fill, and none in the backward pass
         logits = logits + logits.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
     else:
         logits = logits.masked_fill(hidden, float("-inf"))
-    if masks.plain:  # every query sees a key
+    if masks.plain and finite:  # every query sees a key
         weights = logits.softmax(-1)
         if not logits.requires_grad:
             return weights, logits.amax(-1) - weights.amax(-1).log()
         top, key = logits.max(-1, keepdim=True)  # of one key: weights may tie where logits do not
         return weights, (top - weights.gather(-1, key).log()).squeeze(-1)
-    blind = hidden.all(-1, keepdim=True)
+    blind = (logits == float("-inf")).all(-1, keepdim=True)  # by the masks or by the bias
     logits = logits.masked_fill(blind, 0.0)
     weights = logits.softmax(-1).masked_fill(blind, 0.0)
     return weights, logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bias import Bias, NoBias, ScoreBias, SlopeBias
+from ..bias import Bias, DistanceBias, NoBias, ScoreBias, SlopeBias, parts_of
 from .masks import Masks
 from .problem import as_two_floats
 from .pruning import Prune
@@ -27,21 +27,19 @@ SHAPES = 256
 
 
 def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
+    if any(isinstance(part, DistanceBias) for part in parts_of(bias)):
+        return "it does not compute a DistanceBias: gradients of a table read in a score_mod are not tested"
     if not isinstance(bias, (NoBias, SlopeBias, ScoreBias)):
         return f"a score_mod is a function of one pair of tokens, and a {type(bias).__name__} is not"
     if q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention has no kernel for {q.device.type}"
     if q.dtype == torch.float64:
         return "FlexAttention has no float64 kernel"
-    if q.device.type == "cpu" and _learns(q, k, v, bias):
+    if q.device.type == "cpu" and any(x.requires_grad for x in (q, k, v, *bias.tensors().values())):
         return "FlexAttention on the CPU has no backward pass, and refuses tensors that require gradients"
     if min(q.shape[2], k.shape[2], q.shape[-1], v.shape[-1]) == 0:
         return "FlexAttention takes no empty tensors"
     return None
-
-
-def _learns(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> bool:
-    return any(x.requires_grad for x in (q, k, v, *bias.views().values(), *bias.traces().values()))
 
 
 @functools.cache

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+
+from ..precision import readable
 
 #: dtypes of document ids; torch computes little with the other integers
 ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -18,8 +19,8 @@ class Masks:
     """The masks of one call. Never a T x T tensor: `tile` makes the part that is asked for.
 
     `documents` (B|1, Tk) are ids of packed sequences; `key_padding` (B, Tk) is True on padding.
-    When query_length < key_length the last query stands at the last key. The first `sinks` keys stay
-    visible whatever the window. `key_bound` (B, Hkv) is an upper bound of |k|; it hides nothing.
+    When query_length < key_length the last query stands at the last key. `sinks` is the number
+    of initial keys visible outside the window. `key_bound` (B, Hkv) is an upper bound of |k|; it hides nothing.
     """
 
     query_length: int
@@ -47,10 +48,12 @@ class Masks:
     ) -> Masks:
         """The masks of a call of `attend`; raises a ValueError that names what is wrong."""
         batch, length = k.shape[0], k.shape[2]
-        given = {"documents": documents, "cu_seqlens": cu_seqlens, "key_padding": key_padding}
-        for name, x in (given | {"key_bound": key_bound}).items():
+        given = documents, cu_seqlens, key_padding, key_bound
+        for name, x in zip(("documents", "cu_seqlens", "key_padding", "key_bound"), given, strict=True):
             if x is not None and not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}; use torch.tensor(…)")
+            if x is not None:
+                check_devices(q, {name: x})
         if cu_seqlens is not None:
             if documents is not None:
                 raise ValueError("documents and cu_seqlens mean the same; give one of them")
@@ -67,17 +70,19 @@ class Masks:
                 "sinks keep the first keys visible outside a window: give window=… and an integer sinks >= 0, "
                 f"got {sinks!r}"
             )
-        sinks = min(sinks, 1 << 40)
-        masks = cls(q.shape[2], length, q.device, causal, window, sinks=sinks)
-        if documents is None and key_padding is None and key_bound is None:
-            return masks
-        check_devices(q, {"documents": documents, "key_padding": key_padding, "key_bound": key_bound})
-        return replace(
-            masks,
-            documents=_ids(documents, batch, length),
-            key_padding=_hidden(key_padding, batch, length),
-            key_bound=_bound(key_bound, k),
-        )
+        if documents is not None:
+            documents = _ids(documents, batch, length)
+        if key_padding is not None and (
+            key_padding.shape != (batch, length) or key_padding.dtype != torch.bool
+        ):
+            raise ValueError(
+                f"key_padding must be bool of shape ({batch}, {length}), True on padding; "
+                f"got {key_padding.dtype} {tuple(key_padding.shape)}"
+            )
+        if key_bound is not None:
+            key_bound = _bound(key_bound, k)
+        limits = causal, window, documents, key_padding, min(sinks, 1 << 40), key_bound
+        return cls(q.shape[2], length, q.device, *limits)
 
     @property
     def shift(self) -> int:
@@ -128,9 +133,7 @@ class Masks:
         return visible
 
 
-def _ids(documents: Tensor | None, batch: int, length: int) -> Tensor | None:
-    if documents is None:
-        return None
+def _ids(documents: Tensor, batch: int, length: int) -> Tensor:
     ids = documents[None] if documents.dim() == 1 else documents
     if ids.shape not in ((1, length), (batch, length)) or ids.dtype not in ID_DTYPES:
         raise ValueError(
@@ -140,20 +143,7 @@ def _ids(documents: Tensor | None, batch: int, length: int) -> Tensor | None:
     return ids
 
 
-def _hidden(key_padding: Tensor | None, batch: int, length: int) -> Tensor | None:
-    if key_padding is None:
-        return None
-    if key_padding.shape != (batch, length) or key_padding.dtype != torch.bool:
-        raise ValueError(
-            f"key_padding must be bool of shape ({batch}, {length}), True on padding; "
-            f"got {key_padding.dtype} {tuple(key_padding.shape)}"
-        )
-    return key_padding
-
-
-def _bound(key_bound: Tensor | None, k: Tensor) -> Tensor | None:
-    if key_bound is None:
-        return None
+def _bound(key_bound: Tensor, k: Tensor) -> Tensor:
     if key_bound.shape != k.shape[:2] or not key_bound.is_floating_point():
         raise ValueError(
             f"key_bound must be floating, of shape {tuple(k.shape[:2])}, a number for each key head; "
@@ -184,11 +174,6 @@ def documents_from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
             raise ValueError(f"cu_seqlens must rise from 0 to the {length} keys, got {ends[:4]} … {ends[-1]}")
     token = torch.arange(length, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)[None]
-
-
-def readable(x: Tensor) -> bool:
-    """Whether Python may look at its values: not while torch.compile traces, nor on meta or fake tensors."""
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
 def finite_tokens(*tensors: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ..bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, parts_of, terms_of
+from ..bias import Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, parts_of, terms_of
+from ..bias.distance import BEYOND
 from .masks import Masks
 from .pruning import OFF, Prune, as_number
 
@@ -39,10 +40,12 @@ LAUNCH = {"cpu": ".cpu.launch", "triton": ".gpu.launch"}
 
 @dataclass(eq=False, slots=True)
 class AttentionProblem:
-    """What a kernel computes: out = softmax(scale q k^T + slopes + path) v over the visible keys.
+    """What a kernel computes: out = softmax(scale q k^T + slopes + path + distances) v over the visible keys.
 
     slopes(t, j) = sum over r of (rate_q[r, t] + rate_k[r, j]) (c_k[r, j] - c_q[r, t])
     path(t, j) = path_rate * sum for l = j+1 … t of g(<probe_q[t], probe_k[l]> / P)
+
+    distances(t, j) = sum over s of mix[t, s] table[s, place_q[t] - place_k[j] - first]; see `beyond`
 
     Expanded axes are views of stride 0. With Tq < Tk the last query stands at the last key.
     """
@@ -57,16 +60,22 @@ class AttentionProblem:
     probe_q: Tensor | None = None  # (B, Hp, Tq, P) float32
     probe_k: Tensor | None = None  # (B, Hp, Tk, P) float32
     path_rate: Tensor | None = None  # (H,) float32
+    table: Tensor | None = None  # (H, S, L) float32
+    mix: Tensor | None = None  # (B, H, Tq, S) float32; None: one, and S is 1
+    place_q: Tensor | None = None  # (B, Tq) int64
+    place_k: Tensor | None = None  # (B, Tk) int64
     documents: Tensor | None = None  # (B, Tk) integer ids, not necessarily sorted
     key_padding: Tensor | None = None  # (B, Tk) bool, True hides
     key_bound: Tensor | None = None  # (B, Hkv) float32, an upper bound of |k|, or None when not known
     causal: bool = True
     window: int = 0  # 0: none; else keys closer than this, either side. May exceed Tk: clamp before 32 bits
-    sinks: int = 0  # the first keys, visible whatever the window
+    sinks: int = 0  # number of initial keys visible outside the window
     scale: float = 1.0
     bounded: bool = False  # link g: sigmoid - 1 instead of logsigmoid
     prune: float = OFF  # pruning.OFF, pruning.AUTO, or a distance in nats
-    bias_learns: bool = False  # whether a gradient of c, a rate or a probe is wanted
+    bias_learns: bool = False  # whether a gradient of the bias is wanted
+    first: int = 0  # the distance of the table's first entry
+    beyond: int = 0  # outside the table: index in BEYOND, the last entry, zero or -inf
 
     @classmethod
     def build(
@@ -80,30 +89,34 @@ class AttentionProblem:
         p.key_padding, p.key_bound = masks.key_padding, masks.key_bound
         terms = [term for part in parts_of(bias) for term in terms_of(part)]
         if terms:
-            p._add_slopes(terms)
+            queries, keys = q.shape[:3], (*q.shape[:2], k.shape[2])
+            p.c_q = _stacked([term.c_q for term in terms], torch.float64, queries)
+            p.c_k = _stacked([term.c_k for term in terms], torch.float64, keys)
+            p.rate_q = _stacked([term.rate_q for term in terms], torch.float32, queries)
+            p.rate_k = _stacked([term.rate_k for term in terms], torch.float32, keys)
         for path in _paths(bias):
-            p._add_path(path)
-        if torch.is_grad_enabled():
-            p.bias_learns = any(x is not None and x.requires_grad for x in p._of_bias())
+            p.probe_q, p.probe_k = (
+                x.float().expand(q.shape[0], -1, -1, -1) for x in (path.probe_q, path.probe_k)
+            )
+            p.path_rate, p.bounded = path.rate.float().reshape(-1), path.link == "bounded"
+        for distance in _distances(bias):
+            p._add_distance(distance.resolved())
+        biases = p.c_q, p.c_k, p.rate_q, p.rate_k, p.probe_q, p.probe_k, p.path_rate, p.table, p.mix
+        p.bias_learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in biases)
         return p
 
-    def _add_slopes(self, terms: list[SlopeTerm]) -> None:
-        queries = (*self.q.shape[:2], self.q.shape[2])
-        keys = (*self.q.shape[:2], self.k.shape[2])
-        self.c_q = _stacked([term.c_q for term in terms], torch.float64, queries)
-        self.c_k = _stacked([term.c_k for term in terms], torch.float64, keys)
-        self.rate_q = _stacked([term.rate_q for term in terms], torch.float32, queries)
-        self.rate_k = _stacked([term.rate_k for term in terms], torch.float32, keys)
-
-    def _add_path(self, path: PathBias) -> None:
-        batch = self.q.shape[0]
-        self.probe_q = path.probe_q.float().expand(batch, -1, -1, -1)
-        self.probe_k = path.probe_k.float().expand(batch, -1, -1, -1)
-        self.path_rate, self.bounded = path.rate.float().reshape(-1), path.link == "bounded"
-
-    def _of_bias(self) -> tuple[Tensor | None, ...]:
-        slopes = (self.c_q, self.c_k, self.rate_q, self.rate_k)
-        return (*slopes, self.probe_q, self.probe_k, self.path_rate)
+    def _add_distance(self, bias: DistanceBias) -> None:
+        batch, heads, queries = self.q.shape[:3]
+        self.place_q, self.place_k = (
+            x[:, 0].round().long().expand(batch, -1) for x in (bias.position_q, bias.position_k)
+        )
+        table = bias.table[0, :, 0].float()
+        if bias.weight is None:
+            table = table.sum(1, keepdim=True)
+        else:
+            self.mix = bias.weight.float().expand(batch, heads, queries, -1)
+        self.table = table.expand(heads, -1, -1)
+        self.first, self.beyond = bias.first, BEYOND.index(bias.beyond)
 
     @property
     def empty(self) -> bool:
@@ -122,27 +135,32 @@ class AttentionProblem:
     @classmethod
     def unpacked(cls, tensors: Packed, numbers: list[float]) -> Self:
         """The inverse of `packed`."""
-        causal, window, sinks, scale, bounded, prune, learns = numbers
-        return cls(*tensors, bool(causal), int(window), int(sinks), scale, bool(bounded), prune, bool(learns))  # type: ignore[arg-type, call-arg]
+        causal, window, sinks, scale, bounded, prune, learns, first, beyond = numbers
+        switches = bool(causal), int(window), int(sinks), scale, bool(bounded), prune, bool(learns)
+        return cls(*tensors, *switches, int(first), int(beyond))  # type: ignore[arg-type, call-arg]
 
 
-#: fields in order: the first ten can have gradients
+#: fields in order: the first twelve can have gradients
 _NAMES = [field.name for field in fields(AttentionProblem)]
-TENSORS, NUMBERS = tuple(_NAMES[:13]), tuple(_NAMES[13:])
-DIFFERENTIABLE = TENSORS[:10]
+TENSORS, NUMBERS = tuple(_NAMES[:17]), tuple(_NAMES[17:])
+DIFFERENTIABLE = TENSORS[:12]
 
 
 # -------------------------------------------------------------------------------- from a Bias to tensors
 
 
-def why_not(bias: Bias) -> str | None:
-    """Why the kernels cannot compute this bias, or None: they know slope terms and at most one path."""
+def why_not(bias: Bias, kinds: tuple[type[Bias], ...] = (SlopeBias, PathBias)) -> str | None:
+    """Why kernels of these kinds cannot compute this bias, or None: they know at most one path and one table."""
     for part in parts_of(bias):
-        if not isinstance(part, (NoBias, SlopeBias, SlopeTerm, PathBias)):
-            return f"its kernels compute SlopeBias and PathBias, not {type(part).__name__}"
+        if not isinstance(part, (NoBias, SlopeTerm, *kinds)):
+            names = " and ".join(kind.__name__ for kind in kinds)
+            return f"its kernels compute {names}, not {type(part).__name__}"
     if len(_paths(bias)) > 1:
         return "its kernels compute one PathBias, and the bias has several"
-    return None
+    distances = _distances(bias)
+    if len(distances) > 1:
+        return "its kernels compute one DistanceBias, and the bias has several"
+    return distances[0].why_not_resolved() if distances else None
 
 
 def bias_kind(bias: Bias) -> str:
@@ -153,6 +171,10 @@ def bias_kind(bias: Bias) -> str:
 
 def _paths(bias: Bias) -> list[PathBias]:
     return [part for part in parts_of(bias) if isinstance(part, PathBias)]
+
+
+def _distances(bias: Bias) -> list[DistanceBias]:
+    return [part for part in parts_of(bias) if isinstance(part, DistanceBias)]
 
 
 def _stacked(given: list[Tensor | None], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
@@ -184,7 +206,9 @@ Packed = Sequence[Tensor | None]
 
 def run(problem: AttentionProblem, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and work of the problem by the named kernel; out and lse are differentiable."""
-    out, lse, work, *_ = attention(kernel, *problem.packed())
+    # Entered through the dispatcher the op takes 10 microseconds more; torch.compile must see it as one node.
+    op = attention if torch.compiler.is_compiling() else _differentiable
+    out, lse, work, *_ = op(kernel, *problem.packed())
     return out, lse, work
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from .masks import readable
+from ..precision import readable
 
 if TYPE_CHECKING:
     from .problem import AttentionProblem
@@ -48,8 +48,8 @@ def tau(p: AttentionProblem) -> Tensor:
     """The threshold of a problem in nats: a 0-dim float32 tensor on its device, made without a host sync.
 
     n (1 + reach) e^-tau is ROUNDING, for n keys. `reach` is the largest factor by which a gradient multiplies
-    a dropped weight: the span of c, for a path the number of its edges times a bound of an edge; 0 when the bias
-    needs no gradient.
+    a dropped weight: the span of c, for a path the number of its edges times a bound of an edge, for a table its
+    length (it may be made from a few numbers) times its largest value; 0 when the bias needs no gradient.
     """
     if p.prune != AUTO:
         return p.q.new_full((), p.prune, dtype=torch.float32)
@@ -60,6 +60,9 @@ def tau(p: AttentionProblem) -> Tensor:
         (low_q, high_q), (low_k, high_k) = p.c_q.aminmax(), p.c_k.aminmax()
         span = torch.maximum(high_q, high_k) - torch.minimum(low_q, low_k)
         reach = reach + span.nan_to_num(0.0, 0.0, 0.0)  # the bound of such a tile is NaN, and prunes nothing
+    if p.bias_learns and p.table is not None:
+        sizes = [x.abs().nan_to_num(0.0, 0.0, 0.0).amax().double() for x in (p.table, p.mix) if x is not None]
+        reach = reach + p.table.shape[-1] * (1.0 + sum(sizes))
     return (reach.log1p() + nats(p.k.shape[2])).float()
 
 

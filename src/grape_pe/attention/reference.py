@@ -33,7 +33,7 @@ def attend_reference(
     hidden = ~masks.tile(rows, cols)
     logits = logits.where(sound_q & sound_k.mT, float("nan")).masked_fill(hidden, float("-inf"))
 
-    blind = hidden.all(-1, keepdim=True)
+    blind = (logits == float("-inf")).all(-1, keepdim=True)  # by the masks or by the bias
     logits = logits.masked_fill(blind, 0.0)
     weights = logits.softmax(-1).masked_fill(blind, 0.0)
     lse = logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bias import Bias, NoBias
-from .masks import Masks, finite_tokens, readable
+from ..precision import readable
+from .masks import Masks, finite_tokens
 from .pruning import Prune
 
 

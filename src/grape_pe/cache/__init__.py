@@ -1,8 +1,18 @@
-"""Streaming: `StreamingCache`, its `Table` of tokens, and the `Layout` of the tokens of one call."""
+"""Streaming: `StreamingCache`, its `TokenTable` of tokens, and the `Layout` of the tokens of one call."""
 
+from .inputs import AttentionInputs, Norms, check_packing, encode
 from .layout import Layout, Tail, arrange
-from .seen import Norms, Seen, check_packing, encode
 from .stream import StreamingCache
-from .table import Table
+from .table import TokenTable
 
-__all__ = ["Layout", "Norms", "Seen", "StreamingCache", "Table", "Tail", "arrange", "check_packing", "encode"]
+__all__ = [
+    "AttentionInputs",
+    "Layout",
+    "Norms",
+    "StreamingCache",
+    "Tail",
+    "TokenTable",
+    "arrange",
+    "check_packing",
+    "encode",
+]

@@ -193,8 +193,8 @@ def _changes(ids: Tensor, tail: Tail | None) -> Tensor:
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     if tail is not None:
         last = torch.zeros_like(ids[:, 0]) if tail.document is None else tail.document
-        held = torch.tensor([n > 0 for n in tail.lengths], device=ids.device)
-        starts[:, 0] = (ids[:, 0] != last) | ~held
+        cached = torch.tensor([n > 0 for n in tail.lengths], device=ids.device)
+        starts[:, 0] = (ids[:, 0] != last) | ~cached
     return starts
 
 
@@ -209,7 +209,7 @@ def drops(where: Tensor, last: Tensor | None) -> Tensor:
 
 def _last(tail: Tail, device: torch.device) -> Tensor:
     """(B,): the position of the last token; a sequence without tokens may begin anywhere."""
-    last = [n - 1 if held else float("-inf") for n, held in zip(tail.next, tail.lengths, strict=True)]
+    last = [n - 1 if cached else float("-inf") for n, cached in zip(tail.next, tail.lengths, strict=True)]
     return torch.tensor(last, device=device)
 
 

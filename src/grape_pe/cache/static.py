@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..bias import LINKS, Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
 from ..precision import without_autocast
+from .inputs import AttentionInputs, Norms, encode
 from .layout import Layout, checked, drops, moves, valid
-from .seen import Norms, Seen, encode
 from .table import fit, take, writable
 
 #: queries whose rows of the bias are formed at a time, when several tokens come at once
@@ -130,7 +130,9 @@ class StaticCache:
         self.tokens: dict[str, Tensor] = {}  # (B, H, S, …)
         self.state: Any = None  # of encoding and shift: nested tuples of (B, n, 1, …)
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: StaticLayout) -> Seen:
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: StaticLayout
+    ) -> AttentionInputs:
         """Write packed tokens and return all they see."""
         state, shifted = (None, None) if layout.fresh else self.state
         norms = self.key_norm, self.norm_after
@@ -140,16 +142,16 @@ class StaticCache:
             self._write({"k": code.k, "v": v, **traces}, (code.state, shifted), layout, code.bias)
         if layout.fresh:
             masks = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
-            return Seen(code.q, code.k, v, code.bias, masks)
+            return AttentionInputs(code.q, code.k, v, code.bias, masks)
         if torch.is_grad_enabled() and code.q.requires_grad:
             raise ValueError(
                 f"a static cache has no gradients: call the model under torch.no_grad(), or {USE}"
             )
-        held = {name.removeprefix("bias."): self.tokens[name] for name in traces}
-        bias = code.bias.replaced(held) if held else code.bias
+        cached = {name.removeprefix("bias."): self.tokens[name] for name in traces}
+        bias = code.bias.replaced(cached) if cached else code.bias
         visible = layout.visible(self.capacity, self.window, self.sinks)
         k, v = self.tokens["k"], self.tokens["v"]
-        return StaticSeen(code.q, k, v, bias, {}, slots=layout.slots, visible=visible)
+        return StaticInputs(code.q, k, v, bias, {}, slots=layout.slots, visible=visible)
 
     def _write(self, columns: dict[str, Tensor], state: Any, layout: StaticLayout, bias: Bias) -> None:
         batch, count = layout.slots.shape
@@ -160,17 +162,21 @@ class StaticCache:
         elif layout.fresh:
             _map(lambda t: t.zero_(), self.state)
         for name, tensor in columns.items():
-            new, held = tensor.expand(batch, *tensor.shape[1:]), self.tokens[name]
+            new, cached = tensor.expand(batch, *tensor.shape[1:]), self.tokens[name]
             if layout.fresh:
-                held[:, :, :count].copy_(new)
+                cached[:, :, :count].copy_(new)
             else:
-                held.scatter_(2, fit(layout.slots, new, 2).expand_as(new), new.to(held.dtype))
+                cached.scatter_(2, fit(layout.slots, new, 2).expand_as(new), new.to(cached.dtype))
         _map(lambda old, new: old.copy_(_latest(old, new, layout)), self.state, state)
 
     def _fits(self, k: Tensor) -> bool:
         """Whether there is storage for such keys: the batch or the model's dtype may have changed by a reset."""
-        held = self.tokens.get("k")
-        return held is not None and (len(held), held.dtype, held.device) == (len(k), k.dtype, k.device)
+        cached = self.tokens.get("k")
+        return cached is not None and (len(cached), cached.dtype, cached.device) == (
+            len(k),
+            k.dtype,
+            k.device,
+        )
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index`, in that order."""
@@ -179,15 +185,15 @@ class StaticCache:
 
     def fork(self) -> Self:
         """An independent copy."""
-        twin = copy.copy(self)
+        copied = copy.copy(self)
         with writable():
-            twin.tokens = {name: t.clone() for name, t in self.tokens.items()}
-            twin.state = _map(torch.clone, self.state)
-        return twin
+            copied.tokens = {name: t.clone() for name, t in self.tokens.items()}
+            copied.state = _map(torch.clone, self.state)
+        return copied
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class StaticSeen(Seen):
+class StaticInputs(AttentionInputs):
     """Queries and all slots: `visible` (B, 1, T, S) says which a query sees."""
 
     slots: Tensor

@@ -17,21 +17,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..attention import key_bound
 from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from ..encodings.prepared import Preparation
-from .layout import Layout, Tail, arrange
+from .inputs import AttentionInputs, Norms, check_packing, encode, move_to_end
+from .layout import Layout, arrange
 from .saving import load, saved_state
-from .seen import Norms, Seen, check_packing, encode, move_to_end
-from .sequences import Sequences
-from .table import OPTIONAL, Table
+from .store import TokenStore
 
 #: keys from which on a bound of their norms is kept; attention over fewer does not use it
 BOUND_FROM = 2048
 
 
-class StreamingCache:
+class StreamingCache(TokenStore):
     """Keys, values, bias tensors and running state of one attention layer.
 
     Args:
@@ -73,28 +71,6 @@ class StreamingCache:
         self.preparation = Preparation([encoding])
         self.reset()
 
-    def reset(self) -> Self:
-        """Remove all tokens and release the storage."""
-        keep = None if self.window is None else self.window + self.rollback
-        self.tokens = Table(self.capacity, keep, self.sinks)  # read by all later queries
-        self.states = Table(None, self.rollback + self.encoding.lookback)  # read by the next token only
-        self.carried: Any = None  # the encoding's state, with the names of columns in place of tensors
-        self.sequences = Sequences()
-        self.bound: Tensor | None = None  # (B, Hkv), no shorter than any key but the last `unbounded`
-        self.unbounded = 0
-        return self
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest sequence, dropped ones included."""
-        return max(self.sequences.lengths, default=0)
-
-    @property
-    def next_position(self) -> Tensor | None:
-        """(B,): the position of the next token of each sequence; None if empty or with coords > 1."""
-        known = self.sequences
-        return torch.tensor(known.next) if known.lengths and known.next is not None else None
-
     # Writing ------------------------------------------------------------------------------------
 
     def attend(
@@ -120,8 +96,8 @@ class StreamingCache:
             options: of `grape.attend`.
         """
         where = {"positions": positions, "padding": padding, "documents": documents}
-        layout, seen = self._append(q, k, v, x, **where)
-        return layout.unpack(seen.attend(**options), 2)
+        layout, inputs = self._append(q, k, v, x, **where)
+        return layout.unpack(inputs.attend(**options), 2)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **where: Tensor) -> Self:
         """Append new tokens only; `where` as for `attend`: positions, padding, documents."""
@@ -130,7 +106,7 @@ class StreamingCache:
 
     def _append(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, **where: Tensor | None
-    ) -> tuple[Layout, Seen]:
+    ) -> tuple[Layout, AttentionInputs]:
         layout = self._layout(q, k, x, **where)
         q, k, v = (layout.pack(t, 2) for t in (q, k, v))
         return layout, self.extend(q, k, v, None if x is None else layout.pack(x), layout)
@@ -145,16 +121,7 @@ class StreamingCache:
         check_packing(self.encoding, layout)
         return layout.prepare(self.preparation, q.dtype)
 
-    def tail(self) -> Tail | None:
-        """Where the next call goes on; None for an empty cache."""
-        known = self.sequences
-        if not known.lengths or known.next is None:
-            return None
-        document = self.tokens.storage.get("document")
-        last = None if document is None else document[:, 0, self.tokens.length - 1]
-        return Tail(known.next, known.lengths, last)
-
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: Layout) -> Seen:
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: Layout) -> AttentionInputs:
         """Append the tokens of a call, packed by `layout`; returns all that they see.
 
         Models call this, with one layout for all layers. Nothing changes if it raises.
@@ -165,7 +132,7 @@ class StreamingCache:
         count, counts, fresh = q.shape[2], layout.counts, not self.sequences.lengths
         if not count or (counts is not None and not any(counts)):
             self.sequences.append_columns(layout, count)
-            return Seen(code.q, code.k, v, code.bias, {})
+            return AttentionInputs(code.q, code.k, v, code.bias, {})
         columns, states, carried = self._columns(code, v, shifted, layout)
         self._check_sinks(code.bias, counts)
         self.tokens.check(columns)
@@ -179,23 +146,18 @@ class StreamingCache:
         self.sequences.append(layout, q.shape[0], count)
         self.carried = carried
         if fresh:
-            return Seen(code.q, code.k, v, code.bias, self._masks(count, layout.documents))
-        seen = self._seen(code, columns if learns else {}, counts)
-        seen.step = layout.prepared is not None and seen.q.shape[2] == 1 and q.device.type == "cpu"
-        return seen
+            return AttentionInputs(code.q, code.k, v, code.bias, self._masks(count, layout.documents))
+        inputs = self._inputs(code, columns if learns else {}, counts)
+        inputs.step = layout.prepared is not None and inputs.q.shape[2] == 1 and q.device.type == "cpu"
+        return inputs
 
     @torch.no_grad()
     def _settle(self, bias: Bias) -> None:
         """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
-        held = self._traces()
-        for name, tensor in bias.replaced(held).settled(self.states.length).traces().items():
-            if tensor is not held[name]:
-                held[name].copy_(tensor)
-
-    def _traces(self) -> dict[str, Tensor]:
-        """The cached tensors of the bias, by the bias's own names."""
-        held = self.tokens.stored()
-        return {name.removeprefix("bias."): t for name, t in held.items() if name.startswith("bias.")}
+        cached = self._traces()
+        for name, tensor in bias.replaced(cached).settled(self.states.length).traces().items():
+            if tensor is not cached[name]:
+                cached[name].copy_(tensor)
 
     def _columns(
         self, code: Encoded, v: Tensor, shifted: tuple[Tensor, Tensor] | None, layout: Layout
@@ -233,60 +195,27 @@ class StreamingCache:
                 "ones are kept in the same place: prefill them without padding"
             )
 
-    def _write(
-        self,
-        columns: dict[str, Tensor],
-        states: dict[str, Tensor],
-        count: int,
-        counts: Sequence[int] | None,
-    ) -> None:
-        pads = None if counts is None else [count - n for n in counts]
-        self.tokens.append(columns, count)
-        self.unbounded += count
-        if pads is not None:
-            self.tokens.cut(pads)
-            self.bound = None
-        kept = self.rollback + self.encoding.lookback
-        if pads is None and count > kept:  # nothing older can be reached any more
-            self.states.clear()
-            states, count = {name: t[:, :, -kept:] for name, t in states.items()}, kept
-        if states:
-            self.states.append(states, count)
-        if states and pads is not None:
-            self.states.cut(pads, trim=True)
-
-    def _state(self, carried: Any) -> Any:
-        if isinstance(carried, tuple):
-            return tuple(self._state(part) for part in carried)
-        if carried is None:
-            return None
-        table = self.tokens if carried in self.tokens.storage else self.states
-        return table.newest(carried, self.encoding.lookback)
-
-    def _shift_state(self) -> tuple[Tensor, Tensor] | None:
-        if self.shift is None or not self.sequences.lengths:
-            return None
-        return self.states.newest("shift.k", 1), self.states.newest("shift.v", 1)
-
     # Reading ------------------------------------------------------------------------------------
 
-    def _seen(self, code: Encoded, new: Mapping[str, Tensor], counts: Sequence[int] | None) -> Seen:
+    def _inputs(
+        self, code: Encoded, new: Mapping[str, Tensor], counts: Sequence[int] | None
+    ) -> AttentionInputs:
         q, bias, rows = code.q, code.bias, None
         if counts is not None and q.shape[2] > 1:
             q, bias, rows = move_to_end(code, counts)
         count = q.shape[2]
         last = None if self.window is None else self.window + count - 1
-        held = {name: self.tokens.view(name, last) for name in self.tokens.storage}
+        cached = {name: self.tokens.view(name, last) for name in self.tokens.storage}
         for name, tensor in new.items():
-            old = held[name].narrow(2, 0, held[name].shape[2] - count)
-            held[name] = torch.cat([old, tensor], 2)
-        document, k, v = held.pop("document", None), held.pop("k"), held.pop("v")
+            old = cached[name].narrow(2, 0, cached[name].shape[2] - count)
+            cached[name] = torch.cat([old, tensor], 2)
+        document, k, v = cached.pop("document", None), cached.pop("k"), cached.pop("v")
         masks = self._masks(count, None if document is None else document[:, 0], self.tokens.hidden(last))
-        if held:
-            bias = bias.replaced({name.removeprefix("bias."): tensor for name, tensor in held.items()})
+        if cached:
+            bias = bias.replaced({name.removeprefix("bias."): tensor for name, tensor in cached.items()})
         if self.tokens.length >= BOUND_FROM and not isinstance(bias, NoBias):
             masks["key_bound"] = self._key_bound()
-        return Seen(q, k, v, bias, masks, rows)
+        return AttentionInputs(q, k, v, bias, masks, rows)
 
     def _masks(self, count: int, documents: Tensor | None, hidden: Tensor | None = None) -> dict[str, Any]:
         masks: dict[str, Any] = {}
@@ -297,110 +226,6 @@ class StreamingCache:
         if hidden is not None:
             masks["key_padding"] = hidden
         return masks
-
-    def _key_bound(self) -> Tensor:
-        """(B, Hkv): no key is longer. Only keys that came since the last time are read."""
-        if self.bound is None:
-            self.bound = key_bound(self.tokens.view("k"))
-        elif self.unbounded:
-            self.bound = torch.maximum(self.bound, key_bound(self.tokens.newest("k", self.unbounded)))
-        self.unbounded = 0
-        return self.bound
-
-    # Cutting and moving ---------------------------------------------------------------------------
-
-    def crop(self, tokens: int | Sequence[int] | Tensor) -> Self:
-        """Take back the last `tokens` tokens (one number, or one for each sequence), as if never appended."""
-        given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        each = given if isinstance(given, Sequence) else [given] * max(1, len(self.sequences.lengths))
-        return self._crop([int(n) for n in each])
-
-    def crop_columns(self, columns: int) -> Self:
-        """Take back the last `columns` columns of the attention mask: tokens, and padding between them."""
-        first, padded = self.sequences.columns - columns, self.sequences.padded
-        self._crop(self.sequences.tokens_of(columns))
-        self.sequences.columns = first
-        self.sequences.padded = [[column for column in row if column < first] for row in padded]
-        return self
-
-    def _crop(self, counts: list[int]) -> Self:
-        self._check_crop(counts)
-        if counts == (self.sequences.lengths or counts):
-            return self.reset()
-        self.tokens.cut(counts)
-        self.states.cut([min(c, self.states.length) for c in counts])
-        self.sequences.crop(counts)
-        self.unbounded = max(0, self.unbounded - min(counts))
-        if len(set(counts)) > 1:
-            self.bound = None
-        return self
-
-    def _check_crop(self, counts: Sequence[int]) -> None:
-        lengths = self.sequences.lengths or [0] * len(counts)
-        if len(counts) != len(lengths):
-            raise ValueError(
-                f"crop takes one number, or one for each of {len(lengths)} sequences, got {counts}"
-            )
-        uneven = list(counts) != lengths and (len(set(counts)) > 1 or bool(self.tokens.lead))
-        for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            if not 0 <= count <= length:
-                raise ValueError(f"cannot take back {count} tokens: the cache has {length}")
-            if uneven and self.sinks and length - count <= self.sinks:
-                raise ValueError(
-                    f"sequences of different lengths must keep more than their first sinks={self.sinks} "
-                    f"tokens: cannot take back {count} of {length}"
-                )
-            if 0 < count < length and not self._reachable(b, count, length - count):
-                raise ValueError(
-                    f"cannot take back {count} tokens: what came before them is no longer kept; "
-                    f"build the cache with rollback={count} or more"
-                )
-
-    def _reachable(self, b: int, count: int, left: int) -> bool:
-        """Whether the keys and the state before the last `count` tokens of sequence b are still here."""
-        held = self.tokens.held(b)
-        if held < count + left and held - count < self.sinks + min((self.window or 1) - 1, left - self.sinks):
-            return False
-        return not self.states.storage or self.states.held(b) - count >= min(self.encoding.lookback, left)
-
-    def select(self, index: Tensor) -> Self:
-        """Keep the sequences `index` of the batch, in that order: beam search, finished requests."""
-        if not self.sequences.batch:
-            return self
-        rows = index.tolist()
-        self.tokens.select(index, rows)
-        self.states.select(index, rows)
-        self.sequences.select(rows)
-        if not self.length:  # only sequences without tokens are left
-            columns, padded = self.sequences.columns, self.sequences.padded
-            self.reset().sequences = Sequences(columns=columns, padded=padded)
-        self.bound = None if self.bound is None else self.bound.index_select(0, index.to(self.bound.device))
-        return self
-
-    reorder = select
-
-    def repeat(self, times: int) -> Self:
-        """Every sequence `times` times, side by side."""
-        return self.select(torch.arange(self.sequences.batch).repeat_interleave(times))
-
-    def fork(self) -> Self:
-        """An independent copy: what is written to one is not seen by the other."""
-        twin = copy.copy(self)
-        twin.tokens, twin.states = self.tokens.copy(), self.states.copy()
-        twin.sequences = self.sequences.copy()
-        return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """`fork`: the tokens are copied, not the modules of the layer they belong to."""
-        return self.fork()
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Move everything; `dtype` is for keys and values only, sums and positions keep their precision."""
-        cast = ("k", "v", "shift.k", "shift.v")
-        for table in (self.tokens, self.states):
-            table.map(lambda name, t: t.to(device, dtype if name in cast else None))
-        self.bound = None
-        return self
 
     def rebase(self, offset: float) -> Self:
         """Move all positions down by `offset`, keys and bias with them, where the relative law allows it."""
@@ -416,27 +241,17 @@ class StreamingCache:
             raise ValueError(f"rebase takes a finite offset, got {offset}")
         if not self.sequences.lengths:
             return self
-        held = self._traces()
-        moved = self._blank().bias.replaced(held).rebased(offset).traces()
+        cached = self._traces()
+        moved = self._blank().bias.replaced(cached).rebased(offset).traces()
         keys = self.tokens.view("k")
         keys.copy_(self.encoding.rebase_keys(keys, offset).detach())
         for name, tensor in moved.items():
-            held[name].copy_(tensor.detach())
+            cached[name].copy_(tensor.detach())
         self.sequences.move(int(offset) if offset.is_integer() else offset)
         self.bound = None
         return self
 
     # Size, saving ---------------------------------------------------------------------------------
-
-    @property
-    def bytes_per_token(self) -> int:
-        """What one more token of one sequence costs, in all heads of this layer."""
-        return sum(t[:1, :, :1].nbytes for name, t in self.tokens.storage.items() if name not in OPTIONAL)
-
-    @property
-    def nbytes(self) -> int:
-        """What is stored now, in bytes."""
-        return sum(t.nbytes for table in (self.tokens, self.states) for t in table.stored().values())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on later: copies of all tensors, and plain values."""
@@ -444,9 +259,9 @@ class StreamingCache:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> Self:
         """Continue from `state_dict()`, in a cache built with the same encoding and settings."""
-        twin = copy.copy(self).reset()
-        load(twin, saved)
-        self.__dict__.update(twin.__dict__)
+        copied = copy.copy(self).reset()
+        load(copied, saved)
+        self.__dict__.update(copied.__dict__)
         return self
 
     def _blank(self) -> Encoded:

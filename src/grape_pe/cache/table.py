@@ -16,7 +16,7 @@ from torch import Tensor
 OPTIONAL = {"document"}
 
 
-class Table:
+class TokenTable:
     """Named tensors along one token axis (the third), written at the end, read as views.
 
     `capacity` allocates storage once (a static cache); otherwise it doubles when full, so that a write
@@ -42,11 +42,11 @@ class Table:
                     f"only one of cache and new tokens has {name!r}: use a cache of the same layer"
                 )
         for name, tensor in new.items():
-            held, tokens = storage.get(name, tensor), tensor.shape[2]
-            kind, want = ((t.shape[:2], t.shape[3:], t.dtype, t.device) for t in (tensor, held))
+            cached, tokens = storage.get(name, tensor), tensor.shape[2]
+            kind, want = ((t.shape[:2], t.shape[3:], t.dtype, t.device) for t in (tensor, cached))
             if kind != want:
                 raise ValueError(
-                    f"{name!r} is cached as {held.dtype} {(*want[0], *want[1])} per token on {held.device}, got "
+                    f"{name!r} is cached as {cached.dtype} {(*want[0], *want[1])} per token on {cached.device}, got "
                     f"{tensor.dtype} {(*kind[0], *kind[1])} on {tensor.device}; "
                     "use a new cache for another model, dtype or batch"
                 )
@@ -123,8 +123,8 @@ class Table:
         least, first = min(counts), self.keep_first
         away = [count - least for count in counts]
         self.length -= least
-        room, held = max(0, self.length - first), self.lead or [0] * len(away)
-        lead = [min(room, a + b) for a, b in zip(away, held, strict=True)]
+        room, empty = max(0, self.length - first), self.lead or [0] * len(away)
+        lead = [min(room, a + b) for a, b in zip(away, empty, strict=True)]
         start = min(lead)
         if trim and self.keep_last is not None:
             start = max(start, room - self.keep_last)
@@ -191,12 +191,12 @@ class Table:
             self._set_lead([self.lead[row] for row in rows])
             self.cut([0] * len(rows))
 
-    def copy(self) -> Table:
-        twin = Table(self.capacity, self.keep_last, self.keep_first)
+    def copy(self) -> TokenTable:
+        copied = TokenTable(self.capacity, self.keep_last, self.keep_first)
         with writable():
-            twin.storage = {name: tensor.clone() for name, tensor in self.storage.items()}
-        twin.length, twin.lead, twin.ends = self.length, list(self.lead), self.ends
-        return twin
+            copied.storage = {name: tensor.clone() for name, tensor in self.storage.items()}
+        copied.length, copied.lead, copied.ends = self.length, list(self.lead), self.ends
+        return copied
 
 
 def take(tensor: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -45,6 +45,10 @@ def add_parsers(commands: Commands) -> None:
         "--sweep", metavar="train.lr=A,B", help="rates tried for each encoding on seed 0; each keeps its best"
     )
     parser.add_argument("--out", help="directory of the results (default: results/WHAT)")
+    parser.add_argument(
+        "--from", dest="start", type=Path, metavar="FILE",
+        help="go on with a file of grape report --jsonl: the runs in it count as done",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=0, help="runs at once (default: one a GPU or core)")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     add_settings(parser, ("", PROBE))
@@ -72,7 +76,9 @@ def run_compare(options: argparse.Namespace) -> int:
         overrides={name: given[name] for name in options.unknown_settings if name in given},
     )
     out = Path(options.out or Path("results") / Path(options.comparison).stem)
-    report = compare(comparison, out, side_by_side=options.jobs, quiet=options.quiet or options.json)
+    report = compare(
+        comparison, out, side_by_side=options.jobs, quiet=options.quiet or options.json, start=options.start
+    )
     results = read_results([out])
     if options.json:
         print(json.dumps({**results_json(results), "report": str(report)}))
@@ -91,7 +97,9 @@ def _beside(comparison: Comparison) -> Iterator[str]:
         yield f"\n{comparison.note.strip()}\n"
     shipped = shipped_evidence(comparison.evidence) if comparison.evidence else None
     if shipped is not None:
-        yield f"\nShipped results of grape compare {comparison.evidence}:\n\n{summary(read_results([shipped]))}\n"
+        found = summary(read_results([shipped]), limit=1)
+        yield f"\nShipped results of grape compare {comparison.evidence}:\n\n{found}\n"
+        yield f"In full: grape report --markdown {shipped}\n"
 
 
 def _rates(text: str | None) -> list[float] | None:

@@ -1,8 +1,8 @@
-"""How a command ends."""
+"""Exit codes and errors of the commands."""
 
 #: exit codes, as the docs list them
 OK, CHECK_FAILED, BAD_INPUT, DIVERGED = 0, 1, 2, 3
 
 
 class CommandError(Exception):
-    """Something the user can put right: shown as one line, never as a traceback."""
+    """Usage error: the command line prints the message, which says what to change, and no traceback."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from .errors import OK
+from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 
 
@@ -19,23 +20,65 @@ def add_parsers(commands: Commands) -> None:
     parser.add_argument("checkpoint", help="a model's directory or Hub name")
     parser.add_argument("--tasks", help="separated by commas (default: the paper's seven)")
     parser.add_argument("--include", help="a directory of local task files")
+    parser.add_argument("--data", help="a directory with the questions of the paper's tasks, TASK.jsonl each")
     parser.add_argument("--tokenizer", help="if the checkpoint has none, another directory or Hub name")
     parser.add_argument("--shots", type=int, default=0)
     parser.add_argument("--limit", type=int, help="at most so many samples of each task")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--output", help="write the scores to this JSON file")
     add_json(parser)
+    _add_passkey(kinds)
+
+
+def _add_passkey(kinds: Commands) -> None:
+    parser = add_command(
+        kinds, "passkey", run_passkey, "find a number in a long text, by length and depth",
+        "grape eval passkey adapted/final --lengths 1024,4096",
+    )  # fmt: skip
+    parser.add_argument("checkpoint", help="a model's directory, GGUF file or Hub name")
+    parser.add_argument("--lengths", default="256,512,1024,2048,4096", help="of the texts, in tokens")
+    parser.add_argument("--cases", type=int, default=4, help="texts for each length and depth (default: 4)")
+    parser.add_argument("--tokenizer", help="if the checkpoint has none, another directory or Hub name")
+    parser.add_argument("--output", help="write the scores to this JSON file")
+    add_json(parser)
+
+
+def run_passkey(options: argparse.Namespace) -> int:
+    from ..lab.evaluate.benchmarks import load_checkpoint
+    from ..lab.evaluate.passkey import passkey_scores, passkey_table, to_json
+    from ..lab.files import write_json
+
+    lengths = _lengths(options.lengths)
+    model, tokenizer = load_checkpoint(options.checkpoint, options.tokenizer)
+    found = passkey_scores(model, tokenizer, lengths, cases=options.cases)
+    print(json.dumps(to_json(found)) if options.json else passkey_table(found))
+    if options.output:
+        write_json(Path(options.output), to_json(found))
+    return OK
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [part for part in text.split(",") if part]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise CommandError(f"--lengths takes whole numbers separated by commas, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def run_lm(options: argparse.Namespace) -> int:
-    from ..lab.evaluate.benchmarks import PAPER_TASKS, evaluate, load_checkpoint
+    from ..lab.evaluate.benchmarks import PAPER_TASKS, check_tasks, evaluate, load_checkpoint
 
+    tasks = (
+        list(PAPER_TASKS) if options.tasks is None else [name for name in options.tasks.split(",") if name]
+    )
+    if options.data is not None:
+        check_tasks(tasks, options.include, options.data)
     model, tokenizer = load_checkpoint(options.checkpoint, options.tokenizer)
     scores = evaluate(
         model,
         tokenizer,
-        list(PAPER_TASKS) if options.tasks is None else [name for name in options.tasks.split(",") if name],
+        tasks,
         include=options.include,
+        data=options.data,
         shots=options.shots,
         limit=options.limit,
         batch_size=options.batch_size,

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ..lab.inspect.inspection import Histogram, Inspection, LayerInspection
 
 EXAMPLE = (
-    "grape inspect grape-ap --heads 4 --head-dim 32\n  grape inspect runs/x --layer 2 --html picture.html"
+    "grape inspect grape-ap --heads 4 --head-dim 32\n  grape inspect 'fox[forget_bias=4]'\n"
+    "  grape inspect runs/x --layer 2 --html picture.html"
 )
 BARS = " ▁▂▃▄▅▆▇█"
 HEADS = 16
@@ -26,10 +27,12 @@ def add_parsers(commands: Commands) -> None:
     about = (
         "Show one layer of a trained model, or an encoding by name at its initial state: spectrum, reach of\n"
         "each head, gates, the relative law, and the singular values of the action, in closed form beside\n"
-        "those of the explicit matrix. --html writes its picture as a page."
+        "those of the explicit matrix. Options of an encoding go in brackets. --html writes its picture as a page."
     )
     parser = add_command(commands, "inspect", run_inspect, "diagnose an encoding", EXAMPLE, about)
-    parser.add_argument("what", metavar="CHECKPOINT|NAME", help="a run, a saved model, or a name")
+    parser.add_argument(
+        "what", metavar="CHECKPOINT|NAME", help="a run, a saved model, or a name with options"
+    )
     parser.add_argument("--layer", type=int, default=1, help="which layer to show (default: 1)")
     parser.add_argument("--heads", type=int, default=8, help="of an encoding by name (default: 8)")
     parser.add_argument("--head-dim", type=int, default=64, help="of an encoding by name (default: 64)")
@@ -60,9 +63,10 @@ def run_inspect(options: argparse.Namespace) -> int:
 def show(found: Inspection, layer: LayerInspection) -> None:
     """Print one layer."""
     console = require("rich.console", "lab").Console(highlight=False, soft_wrap=True)
-    named = "" if found.name == found.encoding else f"{found.encoding}, "
+    escape = require("rich.markup", "lab").escape  # options stand in brackets
+    named = "" if found.name == found.encoding else f"{escape(found.encoding)}, "
     which = f"layer {layer.layer + 1} of {len(found.layers)}, " if len(found.layers) > 1 else ""
-    console.print(f"[bold]{found.name}[/bold]: {named}{which}{found.sample}")
+    console.print(f"[bold]{escape(found.name)}[/bold]: {named}{which}{found.sample}")
     console.print(_law_line(found))
     if layer.spectrum is not None:
         console.print(_spectrum_line(layer))

@@ -22,9 +22,18 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_import(parser, "imports_after", argparse.SUPPRESS)
     if run is not None:
         parser.set_defaults(run=run)
     return parser
+
+
+def add_import(parser: argparse.ArgumentParser, dest: str, help: str) -> None:
+    """--import, before and after the name of a command; those before are a destination of their own, which
+    the parser of the command would overwrite."""
+    parser.add_argument(
+        "--import", dest=dest, action="append", default=argparse.SUPPRESS, metavar="MODULE", help=help
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ..extras import require
-from .errors import OK
+from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 
 EXAMPLE = "grape report results/small results/more-seeds --out both.html"
@@ -27,20 +27,24 @@ def add_parsers(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the first directory)")
     parser.add_argument("--markdown", action="store_true", help="print Markdown, and write no page")
     parser.add_argument(
-        "--jsonl", type=Path, metavar="FILE", help="write all results to one file, and no page"
-    )
+        "--jsonl", type=Path, metavar="FILE",
+        help="write a comparison's results to one file, which grape compare --from goes on with, and no page",
+    )  # fmt: skip
     add_json(parser)
 
 
 def run_report(options: argparse.Namespace) -> int:
     require("plotly", "lab")
-    from ..lab.report import markdown, read_results, report_page, results_json, summary, write_jsonl
+    from ..lab.compare.archive import write_archive
+    from ..lab.report import markdown, read_results, report_page, results_json, summary
     from ..lab.report.page import write_page
 
-    results = read_results(options.places)
     if options.jsonl:
-        print(f"Results: {write_jsonl(results, options.jsonl)}")
+        if len(options.places) != 1:
+            raise CommandError(f"--jsonl takes one directory of grape compare, got {len(options.places)}")
+        print(f"Results: {write_archive(options.places[0], options.jsonl)}")
         return OK
+    results = read_results(options.places)
     if options.markdown:
         print(markdown(results), end="")
         return OK

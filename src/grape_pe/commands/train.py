@@ -44,7 +44,7 @@ def add_settings(parser: argparse.ArgumentParser, prefixes: Sequence[str] = ("",
     parser.set_defaults(unknown_settings=[])
     try:
         from ..lab.config import field_names
-    except ImportError:  # told when the command runs
+    except ImportError:  # reported when the command runs
         return
     names = [f"{prefix}{name}" for prefix in prefixes for name in field_names()]
     for name in names:

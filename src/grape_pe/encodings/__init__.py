@@ -1,10 +1,12 @@
-"""Encodings: what a token does to its query and key on arrival. One file a family.
+"""Position encodings: each rotates q and k, or adds a bias to the scores. One file per family.
 
 `rotary` RoPE and GRAPE-M · `additive` ALiBi, FoX and GRAPE-A · `path_integral` GRAPE-AP ·
-`liere`, `path` baselines · `registry` their names.
+`liere`, `path` baselines · `temperature` log-n attention · `registry` their names · `facts` their descriptions ·
+`own` encodings of users and other packages.
 """
 
 from .base import Composite, Encoded, Encoding, HeadShape, Tokens
+from .facts import Facts
 from .registry import build, names, register
 from .rotary import convert_layout
 
@@ -12,6 +14,7 @@ __all__ = [
     "Composite",
     "Encoded",
     "Encoding",
+    "Facts",
     "HeadShape",
     "Tokens",
     "build",

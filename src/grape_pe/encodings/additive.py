@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bias import SlopeBias, SlopeTerm, TileBias
+from ..bias import DistanceBias, SlopeBias, SlopeTerm, TileBias
 from ..precision import working_dtype
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .clock import Clock, Gate, softplus_inverse
+from .distance import over, whole_positions
+from .facts import GRAPE, Facts
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -66,7 +68,21 @@ class SlopeEncoding(Encoding):
 
 
 class ALiBi(SlopeEncoding):
-    """slope_h * (j - t). With `coords` 2 or 3: `metric` "axis" (a sum of signed offsets) or "radial"."""
+    """slope_h * (j - t). With `coords` 2 or 3: `metric` "axis" (a sum of signed offsets) or "radial".
+
+    `both=True` is -slope_h |t - j|, for encoders: keys after the query are penalised too (Eq. D7).
+    """
+
+    facts = (
+        Facts(
+            name="alibi",
+            about="subtracts a fixed slope times the distance",
+            formula="b(t, j) = −s_h (t − j)",
+            group="unipotent in GL(D+2): I + n A with A^2 = 0, the slope as its one entry",
+            source="Press et al., 2021, ALiBi, arXiv:2108.12409; BLOOM, MPT",
+            recovers="ALiBi, exactly",
+        ),
+    )
 
     def __init__(
         self,
@@ -75,8 +91,15 @@ class ALiBi(SlopeEncoding):
         slopes: Sequence[float] | float | None = None,
         coords: int = 1,
         metric: Literal["axis", "radial"] = "axis",
+        both: bool = False,
     ) -> None:
         super().__init__(shape, slopes, coords)
+        if both and (coords > 1 or metric == "radial"):
+            raise ValueError(
+                f'both=True is for one coordinate, got coords={coords}, metric={metric!r}; use metric="radial" alone, '
+                "which is symmetric"
+            )
+        self.both = both
         if metric not in ("axis", "radial"):
             raise ValueError(f'metric must be "axis" or "radial", got {metric!r}')
         self.metric = metric
@@ -88,12 +111,20 @@ class ALiBi(SlopeEncoding):
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         slopes = self.head_slopes(tokens)
+        if self.both:
+            places, table = whole_positions(tokens), slopes.view(1, -1, 1, 1, 1)
+            bias = DistanceBias(places, places, table, profile=_symmetric)
+            return Encoded(tokens.q, tokens.k, bias)
         if self.metric == "axis":
             return Encoded(tokens.q, tokens.k, self.offsets(tokens, slopes, None))
         place = tokens.positions.unsqueeze(1)
         length = tokens.q.shape[2]
         query = {"place": place, "slope": slopes.unsqueeze(-1).expand(1, -1, length, 1)}
         return Encoded(tokens.q, tokens.k, TileBias(_radial_tile, query, {"place": place}))
+
+
+def _symmetric(distance: Tensor, slopes: Tensor) -> Tensor:
+    return -over(slopes[..., 0], distance) * distance.abs().to(slopes.dtype)
 
 
 def _radial_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:
@@ -110,6 +141,45 @@ class GatedSlope(SlopeEncoding):
     with unit u, v. `atoms` r > 1 is the commuting dictionary: each atom has coordinates of its own in
     the lift, so A_r A_s = 0 and their actions add.
     """
+
+    facts = (
+        Facts(
+            name="grape-a-q",
+            about="subtracts a slope that the query sets",
+            formula="b(t, j) = −s_h sp(ω_h) sp(⟨v_h, q_t⟩/√D) (t − j)",
+            group="unipotent in GL(D+2), an element for each pair of tokens: the query sets its rate",
+            source=GRAPE,
+            recovers="ALiBi",
+            learned="gate",
+        ),
+        Facts(
+            name="grape-a-k",
+            about="subtracts a slope that the key sets",
+            formula="b(t, j) = −s_h sp(ω_h) sp(⟨u_h, k_j⟩/√D) (t − j)",
+            group="unipotent in GL(D+2), an element for each pair of tokens: the key sets its rate",
+            source=GRAPE,
+            recovers="ALiBi",
+            learned="gate",
+        ),
+        Facts(
+            name="grape-a-qk",
+            about="subtracts a slope that both set",
+            formula="b(t, j) = −s_h sp(ω_h) [sp(⟨v_h, q_t⟩/√D) + sp(⟨u_h, k_j⟩/√D)] (t − j)",
+            group="unipotent in GL(D+2), an element for each pair of tokens: both set its rate",
+            source=GRAPE,
+            recovers="ALiBi",
+            learned="gates",
+        ),
+        Facts(
+            name="grape-a-dict",
+            about="a sum of gated slopes",
+            formula="b(t, j) = −s_h Σ_r sp(ω_{hr}) [sp(⟨v_{hr}, q_t⟩/√D) + sp(⟨u_{hr}, k_j⟩/√D)] (t − j)",
+            group="unipotent in GL(D+2R): R commuting generators with A_r A_s = 0",
+            source=GRAPE,
+            recovers="`grape-a-qk`",
+            learned="gates",
+        ),
+    )
 
     def __init__(
         self,
@@ -195,6 +265,18 @@ class ShiftSlope(SlopeEncoding):
     The lift also adds the constant 1 to every score; softmax does not see it and it is left out.
     """
 
+    facts = (
+        Facts(
+            name="grape-a-shift",
+            about="adds a signed slope that depends on the key",
+            formula="b(t, j) = s_h sp(ω_h) ⟨u_h, k_j⟩/√D (t − j)",
+            group="unipotent in GL(D+1): a translation of [k; 1] by n u",
+            source=GRAPE,
+            recovers="the (d+1) lift",
+            learned="direction, strength",
+        ),
+    )
+
     nonpositive = False
 
     def __init__(self, shape: HeadShape, *, slopes: Sequence[float] | None = None, coords: int = 1) -> None:
@@ -220,6 +302,18 @@ class PhaseSlope(SlopeEncoding):
     `gate` "softplus" or "sigmoid" of the input, starting at one step a token, so that it starts as
     ALiBi; `phase_per_head` for one clock for each head.
     """
+
+    facts = (
+        Facts(
+            name="grape-a-phase",
+            about="a slope on a running sum of a learned gate",
+            formula="b(t, j) = −s_h (Φ_t − Φ_j),  Φ_t = Σ_{l≤t} gate(x_l)",
+            group="unipotent in GL(D+2), with the running sum Φ_t in the place of the position",
+            source=GRAPE,
+            recovers="ALiBi, FoX",
+            learned="gate",
+        ),
+    )
 
     contextual = True
 
@@ -255,6 +349,18 @@ class FoX(Encoding):
 
     `forget_bias` is the initial b_h.
     """
+
+    facts = (
+        Facts(
+            name="fox",
+            about="subtracts the sum of log forget gates in between",
+            formula="b(t, j) = Σ_{l=j+1}^t log f_l,  f_l = σ(⟨w_h, x_l⟩ + b_h)",
+            group="unipotent in GL(D+2): the product of I − log f_l E over the tokens passed",
+            source="Lin et al., 2025, Forgetting Transformer, arXiv:2503.02130",
+            recovers="FoX, exactly",
+            learned="gates",
+        ),
+    )
 
     contextual = True
 

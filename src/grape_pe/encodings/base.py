@@ -1,13 +1,14 @@
-"""What an encoding is: what a token does to its query and key on arrival, and what it leaves behind.
+"""The base class of encodings: rotate q and k, build the bias, return the state for the next tokens.
 
 Letters: B batch, H query heads, Hkv key heads, T new tokens, D features of a head, C model width.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..bias import NO_BIAS, Bias
 from ..precision import autocasts, exact_dtype, without_autocast, working_dtype
+from .facts import Facts
 
 #: What must be carried from earlier tokens: (B, n, S), of which the last T slices belong to the new
 #: tokens; a tuple of such for a composition; None when nothing is carried.
@@ -132,8 +134,12 @@ class Encoding(FullPrecision, ABC):
     lookback: int = 1
     #: a cache rewrites the tensors of older tokens through `Bias.settled`; such an encoding has a state
     settles: ClassVar[bool] = False
+    #: lengths of its q and k mean something: a QK norm after it would undo that
+    sets_norms: ClassVar[bool] = False
     #: the paper promises b(t, j) <= 0 for j <= t
     nonpositive: ClassVar[bool] = True
+    #: what to say about it, for each of its registered names
+    facts: ClassVar[Sequence[Facts]] = ()
 
     def __init__(self, shape: HeadShape, coords: int = 1) -> None:
         super().__init__()
@@ -154,7 +160,7 @@ class Encoding(FullPrecision, ABC):
 
     @abstractmethod
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        """What the tokens do on arrival."""
+        """Rotate q and k; build the bias."""
 
     @property
     def like(self) -> Hashable | None:
@@ -172,6 +178,14 @@ class Encoding(FullPrecision, ABC):
         if self.breaks_relative_law:
             raise ValueError(f"keys cannot be moved to other positions: {self.breaks_relative_law}")
         return k
+
+    def query_factor_of(self, tokens: Tokens) -> Tensor | None:
+        """What <q, k> of each query is to be multiplied by, (B|1, 1, T, 1); None for 1."""
+        return None
+
+    def multiplied(self, code: Encoded, factor: Tensor) -> Encoded:
+        """What this encoding returned, with <q, k> times a factor of each query; the bias stays."""
+        return replace(code, q=(code.q * factor).to(code.q.dtype))
 
     def reset_parameters(self) -> None:
         """Fill parameters and buffers with their initial values (also after a meta-device build)."""
@@ -275,6 +289,17 @@ def check_positions(positions: Tensor, q: Tensor, coords: int) -> Tensor:
 class NoPE(Encoding):
     """No position at all: the zero generator."""
 
+    facts = (
+        Facts(
+            name="nope",
+            about="changes nothing",
+            formula="G_n = I",
+            group="the identity of SO(D): the zero generator",
+            source="Kazemnejad et al., 2023, arXiv:2305.19466; some layers of SmolLM3 and Llama 4",
+            recovers="NoPE",
+        ),
+    )
+
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         return Encoded(tokens.q, tokens.k, NO_BIAS)
 
@@ -326,13 +351,22 @@ class Composite(Encoding):
         for part in self._parts:
             part._check_input(x, q)
 
+    def query_factor_of(self, tokens: Tokens) -> Tensor | None:
+        found = [part.query_factor_of(tokens) for part in self._parts]
+        factors = [factor for factor in found if factor is not None]
+        return functools.reduce(torch.mul, factors) if factors else None
+
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         q, k = tokens.q, tokens.k
         bias: Bias = NO_BIAS
         carried: list[State] = []
+        factor = self.query_factor_of(tokens)
+        if factor is not None and not any(part.transforms for part in self._parts):
+            q = (q * factor).to(q.dtype)
         for i, part in enumerate(self._parts):
             code = part.encode(tokens, None if state is None else state[i])
             if part.transforms:
+                code = code if factor is None else part.multiplied(code, factor)
                 q, k = code.q, code.k
             bias = code.bias if bias is NO_BIAS else bias + code.bias
             carried.append(code.state)

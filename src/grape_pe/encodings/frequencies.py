@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..precision import exact_dtype
 from .base import FullPrecision, own_parameter
+from .scaling import Scaling
 
 Spectrum = Literal["log-uniform"] | Sequence[float]
 Axes = Literal["disjoint", "mixed"]
@@ -30,9 +31,11 @@ class Frequencies(FullPrecision):
 
     `disjoint` axes share out the planes, each axis with its own full spectrum; `mixed` lets every
     axis turn every plane. The initial spectrum is exact: learning moves `delta`, which starts at 0.
+    `scaling` is applied to what was learned. `strength` multiplies all frequencies: 1, or less in a fade.
     """
 
     initial: Tensor
+    strength: float = 1.0
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Frequencies(FullPrecision):
         spectrum: Spectrum = "log-uniform",
         axes: Axes = "disjoint",
         learned: bool = False,
+        scaling: Scaling | None = None,
     ) -> None:
         super().__init__()
         if axes not in ("disjoint", "mixed"):
@@ -51,7 +55,11 @@ class Frequencies(FullPrecision):
         if not (isinstance(base, (int, float)) and base > 0 and math.isfinite(base)):
             raise ValueError(f"base must be a positive number, got {base!r}")
         self.planes, self.coords, self.base, self.axes = planes, coords, float(base), axes
-        self.spectrum = spectrum
+        self.spectrum, self.scaling = spectrum, scaling
+        if scaling is not None and coords > 1:
+            raise ValueError(f"scaling is for sequences, with one coordinate; got coords={coords}")
+        if scaling is not None and base <= 1:
+            raise ValueError(f"scaling needs a base above 1, got {base}")
         self._check_spectrum()
         self.register_buffer("initial", torch.empty(1, coords, planes, dtype=torch.float32))
         self.delta = own_parameter(groups, coords, planes) if learned else None
@@ -94,11 +102,25 @@ class Frequencies(FullPrecision):
         theta = self.initial.to(exact_dtype(self.initial.device))
         if self.delta is not None:
             theta = theta * torch.exp(self.delta.to(theta.dtype) / STEP_DIVISOR)
-        return theta
+        if self.scaling is not None:
+            theta = self.scaling(theta, self.base)
+        return theta if self.strength == 1.0 else theta * self.strength
 
     @staticmethod
     def stacked(parts: Sequence[Frequencies]) -> Tensor:
-        """(L, coords, planes): those of L encodings with one group each, as `forward` gives them."""
+        """(L, coords, planes): those of L encodings with one group and the same `rule`, as `forward` gives them."""
         theta = torch.cat([part.initial for part in parts]).to(exact_dtype(parts[0].initial.device))
         deltas: list[Tensor] = [part.delta for part in parts if part.delta is not None]
-        return theta * torch.exp(torch.cat(deltas).to(theta.dtype) / STEP_DIVISOR) if deltas else theta
+        if deltas:
+            theta = theta * torch.exp(torch.cat(deltas).to(theta.dtype) / STEP_DIVISOR)
+        scaling, base = parts[0].rule
+        if scaling is not None:
+            theta = scaling(theta, base)
+        if any(part.strength != 1.0 for part in parts):
+            theta = theta * theta.new_tensor([part.strength for part in parts]).view(-1, 1, 1)
+        return theta
+
+    @property
+    def rule(self) -> tuple[Scaling | None, float]:
+        """What spectra that are stacked have in common."""
+        return self.scaling, self.base if self.scaling is not None else 0.0

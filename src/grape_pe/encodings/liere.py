@@ -9,6 +9,7 @@ from torch import nn
 
 from ..groups import DenseRotation, matrix_exp
 from .base import HeadShape, State, Tokens, own_parameter
+from .facts import Facts
 from .rotary import RotationEncoding
 
 
@@ -18,6 +19,18 @@ class LieRE(RotationEncoding):
     `per_head` for generators of each key head; `coords` 1-3. With one coordinate the relative law
     is exact up to the accuracy of matrix_exp; with more the generators do not commute.
     """
+
+    facts = (
+        Facts(
+            name="liere",
+            about="rotates by `matrix_exp` of a dense generator",
+            formula="G_n = exp(n (W − W^T))",
+            group="in SO(D): a one-parameter group with any skew generator",
+            source="Ostmeier et al., 2024, LieRE, arXiv:2406.10322",
+            recovers="baseline",
+            learned="generators",
+        ),
+    )
 
     def __init__(self, shape: HeadShape, *, per_head: bool = True, coords: int = 1) -> None:
         super().__init__(shape, coords)

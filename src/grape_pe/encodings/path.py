@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from ..bias import LogitFunction, TileBias
 from ..precision import WideLinear
 from .base import Encoded, Encoding, HeadShape, State, Tokens
+from .facts import Facts
 
 #: tokens of a chunk that is solved as one triangular system, and of the largest made of such; powers of 2
 SMALL, LARGE = 32, 128
@@ -31,6 +32,18 @@ class PaTH(Encoding):
     `rank` of the direction's projection, `conv` the width of the short causal convolution on it, which a
     SiLU follows (0 for neither).
     """
+
+    facts = (
+        Facts(
+            name="path",
+            about="multiplies by Householder-like factors of the tokens in between",
+            formula="logit(t, j) = k_j^T H_{j+1} … H_t q_t / √D,  H_l = I − β_l w_l w_l^T",
+            group="none: a product of the factors of the tokens passed, which are not orthogonal unless β = 0 or 2",
+            source="Yang et al., 2025, PaTH Attention, arXiv:2505.16381",
+            recovers="baseline (PaTH)",
+            learned="directions, strengths",
+        ),
+    )
 
     transforms = True
     contextual = True
@@ -65,6 +78,12 @@ class PaTH(Encoding):
         key = {"k": tokens.k.to(tokens.working), "w": w, "beta": beta}
         bias = PaTHBias(_path_tile, query, key, scale=self.shape.head_dim**-0.5)
         return Encoded(0.0 * tokens.q, tokens.k, bias, state)  # NaNs stay
+
+    def multiplied(self, code: Encoded, factor: Tensor) -> Encoded:
+        """Its products stand in the bias."""
+        assert isinstance(code.bias, PaTHBias)
+        query = {"q": code.bias.query["q"] * factor}
+        return replace(code, bias=replace(code.bias, query=query))
 
     def _convolve(self, features: Tensor, state: State) -> tuple[Tensor, State]:
         """Depthwise, causal, zero before the first token; the state is the tail it still needs."""

@@ -15,6 +15,7 @@ from ..groups.rotation import angle_tables, turn_halves
 from ..precision import WideLinear
 from .additive import SlopeEncoding
 from .base import Encoded, HeadShape, State, Tokens
+from .facts import GRAPE, Facts
 
 ProbeSource = Literal["linear", "q", "k", "v"]
 RMS_EPS = 1e-5
@@ -29,6 +30,20 @@ class PathIntegral(SlopeEncoding):
     `normalize_query=True` also brings p_t to unit RMS, as the paper's text has it: an edge is then g of a cosine,
     between -1.31 and -0.31. By default, as in the authors' code, only p_l is normalised; `slopes`.
     """
+
+    facts = (
+        Facts(
+            name="grape-ap",
+            about="sums a learned edge cost over the tokens in between",
+            formula="b(t, j) = s_h Σ_{l=j+1}^t log σ(⟨p_t, R_l p_l⟩ / P)",
+            group="for each query, a product of unipotent factors I − ψ E of the tokens passed; none for all "
+            "queries together, since the query enters every factor",
+            source=GRAPE,
+            recovers="ALiBi, FoX (endpoint-free)",
+            learned="probe",
+            law_with={"probe_rotation": "relative"},
+        ),
+    )
 
     def __init__(
         self,

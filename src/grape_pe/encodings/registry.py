@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import own
 from .additive import ALiBi, FoX, GatedSlope, PhaseSlope, ShiftSlope
 from .base import Composite, Encoding, HeadShape, NoPE
+from .facts import Facts
+from .kerple import Kerple
 from .liere import LieRE
 from .path import PaTH
 from .path_integral import PathIntegral
+from .relative import Relative
 from .rotary import BasisRotary, ContextualRotary, MixtureRotary, PlaneRotary, Rotary
+from .sandwich import Sandwich
+from .t5 import T5
+from .temperature import LogN
 
 
 @dataclass(frozen=True)
@@ -24,17 +32,19 @@ class Entry:
     preset: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def options(self) -> list[str]:
-        """What may be set: every keyword of the constructor that the name does not fix."""
-        names: dict[str, None] = {}
+    def options(self) -> dict[str, Any]:
+        """What may be set, with its default: every keyword of the constructor that the name does not fix."""
+        found: dict[str, Any] = {}
         for cls in self.cls.__mro__:
             if "__init__" not in vars(cls) or not issubclass(cls, Encoding):
                 continue
             parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-            names |= dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+            found = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | found
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
-        return [name for name in names if name not in self.preset]
+        return {
+            name: self.defaults.get(name, value) for name, value in found.items() if name not in self.preset
+        }
 
 
 ENTRIES: dict[str, Entry] = {
@@ -54,23 +64,72 @@ ENTRIES: dict[str, Entry] = {
     "grape-a-dict": Entry(GatedSlope, {"query": True, "key": True}, {"atoms": 4}),
     "grape-a-phase": Entry(PhaseSlope),
     "grape-ap": Entry(PathIntegral),
+    "t5": Entry(T5),
+    "kerple-log": Entry(Kerple, {"kernel": "log"}),
+    "kerple-power": Entry(Kerple, {"kernel": "power"}),
+    "sandwich": Entry(Sandwich),
+    "relative": Entry(Relative),
     "liere": Entry(LieRE),
     "path": Entry(PaTH),
+    "logn": Entry(LogN),
 }
+
+
+#: the names of this package, which no other encoding can take
+SHIPPED = frozenset(ENTRIES)
 
 
 def names() -> list[str]:
     """Every encoding `build` knows; any of them may be joined with `+`."""
-    return list(ENTRIES)
+    return [*ENTRIES, *(name for name in own.offered() if name not in ENTRIES)]
 
 
 def register(name: str, cls: type[Encoding], **preset: Any) -> None:
-    """Give an encoding of your own a name, so that `build`, models and training find it."""
+    """Give an encoding of your own a name, so that `build`, models and training find it.
+
+    Registering a class again (the same module and name: a cell of a notebook that runs twice) replaces it.
+
+    Args:
+        name: without "+", "@", "," and brackets, which join and set encodings.
+        preset: options of the class that the name fixes.
+    """
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise TypeError(f"register expects a subclass of grape_pe.Encoding, got {cls!r}")
-    if name in ENTRIES or "+" in name or "@" in name:
-        raise ValueError(f"{name!r} is taken or contains '+' or '@'; choose another name")
+    if not name or set(name) & set("+@,[]/ "):
+        raise ValueError(f"{name!r} is no name for an encoding; use letters, digits and hyphens")
+    if name in ENTRIES and not _same_class(ENTRIES[name].cls, cls):
+        raise ValueError(f"{name!r} is taken by {ENTRIES[name].cls.__qualname__}; choose another name")
     ENTRIES[name] = Entry(cls, preset)
+
+
+def _same_class(old: type, new: type) -> bool:
+    return (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
+
+
+def entry(name: str) -> Entry:
+    """The entry of a name; an encoding of an installed package is imported when it is first used."""
+    _check_name(name)
+    if name not in ENTRIES:
+        register(name, own.load_offered(name))  # type: ignore[arg-type]
+    return ENTRIES[name]
+
+
+def facts(name: str) -> Facts | None:
+    """The description of the encoding of this name; None if its class has none."""
+    return next((each for each in entry(name).cls.facts if each.name == name), None)
+
+
+def own_modules() -> list[str]:
+    """Modules that other processes must import to know all encodings registered here."""
+    defined = [each.cls.__module__ for name, each in ENTRIES.items() if name not in SHIPPED]
+    return list(dict.fromkeys([*own.IMPORTED, *(module for module in defined if module != "__main__")]))
+
+
+def only_here(name: str) -> bool:
+    """Whether the encoding is defined in an interactive session, which no other process can import."""
+    main = sys.modules["__main__"]
+    scripted = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
+    return entry(name).cls.__module__ == "__main__" and not scripted
 
 
 def build(
@@ -105,14 +164,18 @@ def build(
 
 
 def _check_name(name: str) -> None:
-    if name not in ENTRIES:
-        near = difflib.get_close_matches(str(name), ENTRIES, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else f"names: {', '.join(ENTRIES)}"
-        raise ValueError(f"unknown encoding {name!r}; {hint}")
+    known = names()
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.7)
+        hint = f"; did you mean {', '.join(near)}?" if near else "."
+        raise ValueError(
+            f"unknown encoding {name!r}{hint} For your own encodings pass --import your_module "
+            "(in Python: import it first); grape encodings lists the names"
+        )
 
 
 def _check_options(parts: list[str], options: dict[str, Any]) -> None:
-    known = {part: ENTRIES[part].options() for part in parts}
+    known = {part: list(entry(part).options()) for part in parts}
     everything = [name for names in known.values() for name in names]
     for key, value in options.items():
         if key in known and isinstance(value, Mapping):
@@ -127,14 +190,14 @@ def _check_options(parts: list[str], options: dict[str, Any]) -> None:
 
 
 def _options_of(part: str, options: dict[str, Any]) -> dict[str, Any]:
-    mine = {key: value for key, value in options.items() if key in ENTRIES[part].options()}
+    mine = {key: value for key, value in options.items() if key in entry(part).options()}
     nested = options.get(part)
     return {**mine, **nested} if isinstance(nested, Mapping) else mine
 
 
 def _build_part(name: str, shape: HeadShape, options: dict[str, Any]) -> Encoding:
-    entry = ENTRIES[name]
-    part = entry.cls(shape, **{**entry.preset, **entry.defaults, **options})
+    known = entry(name)
+    part = known.cls(shape, **{**known.preset, **known.defaults, **options})
     part.spec = _spec(name, shape, options)
     return part
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..groups import (
     BasisRotation,
     JointMixtureRotation,
     MixtureRotation,
+    PartialRotation,
     PlaneRotation,
     Rank2Rotation,
     orthogonal_from,
@@ -26,11 +27,13 @@ from ..groups.rotation import Layout, angle_tables, turn_halves
 from ..precision import exact_dtype, ignores_autocast
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .clock import Clock, Gate, softplus_inverse
+from .facts import GRAPE, Facts
 from .frequencies import Axes, Frequencies, Spectrum, log_uniform
+from .scaling import read_scaling
 
 
 class RotationEncoding(Encoding):
-    """A token turns its query and key by a group element known on arrival; keys never move again.
+    """Multiplies q and k by a group element of their position; cached keys are never rotated again.
 
     Elements carry the axes (B|1, Hkv|1, 1, T): a rotation belongs to a key head and is shared by
     the queries of its group.
@@ -71,8 +74,30 @@ class Rotary(RotationEncoding):
 
     Options: `base` and `spectrum` of the initial frequencies; `learned`; `per_head` frequencies (of
     key heads); `layout` of the planes, "half" as in Hugging Face's Llama or "interleaved";
-    `coords` 1-3, with `axes` "disjoint" (each plane follows one axis) or "mixed".
+    `rotary_dim`, the number of first features that are turned, all by default; `scaling` of the spectrum
+    for a longer context (see `Scaling`); `coords` 1-3, with `axes` "disjoint" (each plane follows one axis)
+    or "mixed".
     """
+
+    facts: ClassVar[Sequence[Facts]] = (
+        Facts(
+            name="rope",
+            about="rotates d/2 coordinate planes, fixed frequencies",
+            formula="G_n = diag(R(n θ_1), …, R(n θ_{D/2})),  θ_i = base^{−2(i−1)/D}",
+            group="in the torus of SO(D): a turn by n θ_i in plane i; all elements commute",
+            source="Su et al., 2021, RoFormer, arXiv:2104.09864; Llama, Qwen, Mistral",
+            recovers="RoPE, exactly",
+        ),
+        Facts(
+            name="grape-m",
+            about="rotates d/2 coordinate planes, learned frequencies",
+            formula="G_n = diag(R(n θ_1), …, R(n θ_{D/2})),  log θ_i learned",
+            group="in the torus of SO(D): a turn by n θ_i in plane i; all elements commute",
+            source=GRAPE,
+            recovers="RoPE",
+            learned="frequencies",
+        ),
+    )
 
     def __init__(
         self,
@@ -83,28 +108,36 @@ class Rotary(RotationEncoding):
         learned: bool = False,
         per_head: bool = False,
         layout: Layout = "half",
+        rotary_dim: int | None = None,
+        scaling: Mapping[str, Any] | None = None,
         coords: int = 1,
         axes: Axes = "disjoint",
     ) -> None:
         super().__init__(shape, coords)
         check_layout(layout)
         self.layout = layout
+        self.rotary_dim = _check_rotary_dim(rotary_dim, shape.head_dim)
+        rule = read_scaling(scaling)
+        #: YaRN's factor of queries and keys, here all on the side of the queries
+        self.query_factor = 1.0 if rule is None else rule.attention**2
         self.frequencies = Frequencies(
-            shape.head_dim // 2,
+            self.rotary_dim // 2,
             coords=coords,
             groups=shape.kv_heads if per_head else 1,
             base=base,
             spectrum=spectrum,
             axes=axes,
             learned=learned,
+            scaling=rule,
         )
 
     def reset_parameters(self) -> None:
         self.frequencies.reset_parameters()
 
-    def planes(self, tokens: Tokens) -> PlaneRotation:
+    def planes(self, tokens: Tokens) -> PlaneRotation | PartialRotation:
         angle = torch.einsum("btn,gnm->bgtm", tokens.positions, self.frequencies()).unsqueeze(2)
-        return PlaneRotation.from_angle(angle, tokens.q.dtype, self.layout)
+        planes = PlaneRotation.from_angle(angle, tokens.q.dtype, self.layout)
+        return planes if self.rotary_dim == self.shape.head_dim else PartialRotation(planes, self.rotary_dim)
 
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         return self.planes(tokens), None
@@ -114,8 +147,8 @@ class Rotary(RotationEncoding):
         """Prepared where all heads turn alike, as halves."""
         delta = self.frequencies.delta
         alike = delta is None or delta.shape[0] == 1
-        halves = self.layout == "half" and self.shape.head_dim % 2 == 0
-        return (self.coords, delta is None) if alike and halves else None
+        halves = self.layout == "half" and self.rotary_dim == self.shape.head_dim and self.rotary_dim % 2 == 0
+        return (self.coords, delta is None, self.frequencies.rule) if alike and halves else None
 
     @classmethod
     def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
@@ -129,10 +162,18 @@ class Rotary(RotationEncoding):
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         tables = tokens.prepared_for(self)
         if tables is None:
-            return super().encode(tokens, state)
-        turned = turn_halves(torch.cat([tokens.q, tokens.k], 1), *tables)
-        q, k = turned.split((self.shape.heads, self.shape.kv_heads), 1)
-        return Encoded(q, k, NO_BIAS)
+            code = super().encode(tokens, state)
+            q, k = code.q, code.k
+        else:
+            turned = turn_halves(torch.cat([tokens.q, tokens.k], 1), *tables)
+            q, k = turned.split((self.shape.heads, self.shape.kv_heads), 1)
+        return Encoded(q if self.query_factor == 1.0 else self._amplified(q), k, NO_BIAS)
+
+    def _amplified(self, q: Tensor) -> Tensor:
+        """Only what is turned has YaRN's factor, as in transformers, where cos and sin have it."""
+        if self.rotary_dim == self.shape.head_dim:
+            return q * self.query_factor
+        return torch.cat([q[..., : self.rotary_dim] * self.query_factor, q[..., self.rotary_dim :]], -1)
 
 
 class ContextualRotary(RotationEncoding):
@@ -141,6 +182,18 @@ class ContextualRotary(RotationEncoding):
     Options: `gate` "sigmoid" (the experiments) or "softplus"; `phase_per_head` for one phase for each
     key head instead of one for all; `base`, `spectrum`, `learned`, `layout` as for grape-m.
     """
+
+    facts = (
+        Facts(
+            name="grape-m-ctx",
+            about="rotates by a running sum of a learned gate",
+            formula="G_t = diag(R(Φ_t θ_1), …),  Φ_t = Σ_{l<t} gate(x_l)",
+            group="in the torus of SO(D), with the running sum Φ_t in the place of the position",
+            source=GRAPE,
+            recovers="RoPE (constant gate)",
+            learned="gate, frequencies",
+        ),
+    )
 
     contextual = True
 
@@ -181,6 +234,18 @@ class BasisRotary(Rotary):
     `basis_per_head` for one basis for each key head. It starts as grape-m exactly.
     """
 
+    facts = (
+        Facts(
+            name="grape-m-basis",
+            about="rotates planes of a learned orthogonal or unitary basis",
+            formula="G_n = B diag(R(n θ_1), …) B^T,  B = exp(W − W^T)",
+            group="in a torus of SO(D), conjugated by the learned basis B",
+            source=GRAPE,
+            recovers="`grape-m`",
+            learned="basis, frequencies",
+        ),
+    )
+
     def __init__(
         self,
         shape: HeadShape,
@@ -196,6 +261,8 @@ class BasisRotary(Rotary):
             raise ValueError(f'basis must be "orthogonal" or "unitary", got {basis!r}')
         if basis == "unitary" and d % 2:
             raise ValueError(f'a unitary basis needs an even head_dim, got {d}; use basis="orthogonal"')
+        if basis == "unitary" and self.rotary_dim != d:
+            raise ValueError('a unitary basis pairs all features; with rotary_dim use basis="orthogonal"')
         self.kind = basis
         size = (heads, d, d) if basis == "orthogonal" else (heads, 2, d // 2, d // 2)
         self.weight = own_parameter(*size)
@@ -231,6 +298,18 @@ class PlaneRotary(RotationEncoding):
     `tied=True` sets b = J a. `frequency` is the initial omega; it is learned as grape-m's are.
     a and b start orthonormal; with a = e_1, b = e_2 this is one plane of RoPE.
     """
+
+    facts = (
+        Facts(
+            name="grape-m-plane",
+            about="rotates one plane spanned by any a, b (Rodrigues)",
+            formula="G_n = exp(−n ω L),  L = a b^T − b a^T",
+            group="in SO(D): a one-parameter group of rank-2 generators",
+            source=GRAPE,
+            recovers="one plane of RoPE",
+            learned="a, b, frequency",
+        ),
+    )
 
     def __init__(
         self, shape: HeadShape, *, tied: bool = False, frequency: float = 1.0, layout: Layout = "half"
@@ -269,6 +348,18 @@ class MixtureRotary(RotationEncoding):
     With `coords` > 1 the generators of different axes do not commute either and the relative law
     is lost; with one coordinate it is exact.
     """
+
+    facts = (
+        Facts(
+            name="grape-m-mix",
+            about="rotates overlapping, non-commuting planes in a small subspace",
+            formula="G_n = exp(n E L_r E^T),  L_r = Σ_k (a_k b_k^T − b_k a_k^T)",
+            group="in SO(D): a one-parameter group; its planes overlap, so their terms do not commute",
+            source=GRAPE,
+            recovers="RoPE (rank d)",
+            learned="frame, planes",
+        ),
+    )
 
     def __init__(
         self,
@@ -317,6 +408,14 @@ class MixtureRotary(RotationEncoding):
         if self.coords == 1:
             return MixtureRotation(frame, skew[..., 0, :, :], n[..., 0]), None
         return JointMixtureRotation(frame, skew, n), None
+
+
+def _check_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    if rotary_dim is None:
+        return head_dim
+    if not isinstance(rotary_dim, int) or rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {rotary_dim!r}")
+    return rotary_dim
 
 
 def check_layout(layout: str) -> None:

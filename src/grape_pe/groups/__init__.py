@@ -16,6 +16,7 @@ from .rank2 import Rank2Rotation, complex_structure, quarter_turn, rank2_generat
 from .rotation import (
     BasisRotation,
     DenseRotation,
+    PartialRotation,
     PlaneRotation,
     matrix_exp,
     orthogonal_from,
@@ -41,6 +42,7 @@ __all__ = [
     "Joint",
     "JointMixtureRotation",
     "MixtureRotation",
+    "PartialRotation",
     "PlaneRotation",
     "Rank2Rotation",
     "Spectrum",

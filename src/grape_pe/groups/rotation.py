@@ -187,11 +187,38 @@ class PlaneRotation:
 
 
 @dataclass(frozen=True, eq=False)
+class PartialRotation:
+    """A rotation of the first `width` coordinates; the others are left alone (GPT-NeoX, Phi, GLM)."""
+
+    planes: PlaneRotation
+    width: int
+
+    def apply(self, x: Tensor) -> Tensor:
+        turned = self.planes.apply(x[..., : self.width])
+        rest = x[..., self.width :].expand(*turned.shape[:-1], x.shape[-1] - self.width)
+        return torch.cat([turned, rest], -1)
+
+    def compose(self, other: PartialRotation) -> PartialRotation:
+        if self.width != other.width:
+            raise ValueError(
+                f"rotations of the first {self.width} and of the first {other.width} coordinates have no closed "
+                "composition; multiply their as_matrix()"
+            )
+        return PartialRotation(self.planes.compose(other.planes), self.width)
+
+    def inverse(self) -> PartialRotation:
+        return PartialRotation(self.planes.inverse(), self.width)
+
+    def as_matrix(self, width: int) -> Tensor:
+        return _matrix(self, width)
+
+
+@dataclass(frozen=True, eq=False)
 class BasisRotation:
     """B R(angle) B^T with B orthogonal (..., D, D): the same torus in learned planes (Eq. M7)."""
 
     basis: Tensor
-    planes: PlaneRotation
+    planes: PlaneRotation | PartialRotation
 
     @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
@@ -214,7 +241,7 @@ class BasisRotation:
                 "rotations in different bases do not commute and have no closed composition; "
                 "compose elements that share one basis tensor, or multiply their as_matrix()"
             )
-        return BasisRotation(self.basis, self.planes.compose(other.planes))
+        return BasisRotation(self.basis, self.planes.compose(other.planes))  # type: ignore[arg-type]
 
     def inverse(self) -> BasisRotation:
         return BasisRotation(self.basis, self.planes.inverse())
@@ -225,7 +252,10 @@ class BasisRotation:
 
 def _matrix(element: Any, width: int) -> Tensor:
     """Apply an element to the identity. The token axis of the element is its last batch axis."""
-    angle = element.angle if isinstance(element, PlaneRotation) else element.planes.angle
+    planes = element
+    while not isinstance(planes, PlaneRotation):
+        planes = planes.planes
+    angle = planes.angle
     eye = torch.eye(width, dtype=angle.dtype, device=angle.device)
     columns = [element.apply(row.expand(*angle.shape[:-1], width)) for row in eye]
     return torch.stack(columns, -1)

@@ -1,43 +1,31 @@
-"""Adapted models: Llama, Qwen2 and Qwen3 whose attention uses an encoding of this package.
+"""Adapted models: stock models whose attention uses an encoding of this package. One set of classes a family.
 
 They are transformers models like any other: `save_pretrained`, `from_pretrained`, `Trainer` and PEFT keep the
-encoding. Annotations are evaluated here: transformers reads the configuration's class from one of them.
+encoding.
 """
 
-from typing import Any, ClassVar
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaForCausalLM,
-    LlamaModel,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..encodings import Encoding, build
 from ..encodings.prepared import Preparation
-from .adapted_attention import (
-    IMPLEMENTATION,
-    Adapted,
-    GrapeLlamaAttention,
-    GrapeQwen2Attention,
-    GrapeQwen3Attention,
-)
-from .adapted_config import GrapeLlamaConfig, GrapeQwen2Config, GrapeQwen3Config
+from ..encodings.rotary import Rotary
+from .adapted_attention import IMPLEMENTATION, Adapted
+from .adapted_config import AdaptedFields, config_class
 from .cache import layers_of
 from .config import LAYER_TYPE
-from .fade import fade_in
+from .fade import fade_in, without_rotation
+from .families import ROWS, Family
 from .model import cache_for, make_layout
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
-
-AdaptedConfig = GrapeLlamaConfig | GrapeQwen2Config | GrapeQwen3Config
 
 
 class AdaptedModel(GrapePretrained):
@@ -62,19 +50,23 @@ class AdaptedBase(AdaptedModel):
     """A stock model without head whose layers have our attention."""
 
     attention: ClassVar[type[Adapted]]
-    mask: ClassVar[Any] = None  # for the stock model, which would make one of T x T
+    mask: ClassVar[Any]  # for the stock model, which would make one of T x T
     encoding: Encoding | None  # one for all layers
     preparation: Preparation
-    embed_tokens: nn.Embedding
+    ropes: list[Any]  # of each layer, a `Rope` or None
     layers: nn.ModuleList
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
+        with config.as_stock():
+            super().__init__(config)
         install(self, build_encodings(self, config))
         self.post_init()
 
+    def attention_of(self, layer: int) -> Any:
+        return getattr(self.layers[layer], self.config.family.attention)
+
     def encoding_of(self, layer: int) -> Encoding:
-        return self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore
+        return self.attention_of(layer).encoding if self.encoding is None else self.encoding  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -115,86 +107,130 @@ class AdaptedForCausalLM(AdaptedModel):
     base: ClassVar[type[AdaptedBase]]
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        encodings = build_encodings(self.model, config)
-        self.model.__class__ = self.base
-        install(self.model, encodings)
+        with config.as_stock():
+            super().__init__(config)
+        model: Any = self.base_model
+        encodings = build_encodings(model, config)
+        model.__class__ = self.base
+        install(model, encodings)
         self.post_init()
 
 
-class GrapeLlamaModel(AdaptedBase, LlamaModel):  # type: ignore[misc]
-    config: GrapeLlamaConfig
-    attention = GrapeLlamaAttention
+class NoRotary(nn.Module):
+    """In the place of the stock model's rotary embedding, which adapted layers do not read."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
-class GrapeQwen2Model(AdaptedBase, Qwen2Model):  # type: ignore[misc]
-    config: GrapeQwen2Config
-    attention = GrapeQwen2Attention
-    mask: ClassVar[Any] = {LAYER_TYPE: None}  # one for each type of layer
+class Rope(NamedTuple):
+    """RoPE of one layer: exact float32 frequencies, the base, YaRN's factor of the queries and keys it turns, and
+    whether it turns all features of a head."""
+
+    spectrum: tuple[float, ...]
+    base: float
+    factor: float
+    whole: bool
+
+    @property
+    def scale(self) -> float:
+        """YaRN's factor of all logits."""
+        return self.factor**2 if self.whole else 1.0
+
+    @property
+    def query_factor(self) -> float:
+        """YaRN's factor where it is not one of all logits, for the encoding."""
+        return 1.0 if self.whole else self.factor**2
 
 
-class GrapeQwen3Model(AdaptedBase, Qwen3Model):  # type: ignore[misc]
-    config: GrapeQwen3Config
-    attention = GrapeQwen3Attention
-    mask: ClassVar[Any] = {LAYER_TYPE: None}  # one for each type of layer
+def ropes(model: Any, config: AdaptedFields) -> list[Rope | None]:
+    """RoPE of each layer as `rope_parameters` define it; None where a layer has none.
+
+    The buffers of the model's own rotary embedding may be on meta, or cast to bfloat16.
+    """
+    stock: Any = config.to_stock()
+    nested = config.nested_rope_parameter_keys(stock.rope_parameters)
+    head_dim = _head_dim(model, config)
+    found = {key: _rope(model.rotary_emb, stock, key, head_dim) for key in nested or (None,)}
+    types = config.stock_layer_types if nested else None
+    layers = range(stock.num_hidden_layers)
+    return [found[types[i] if types else None] if config.rotates(i) else None for i in layers]
 
 
-class GrapeLlamaForCausalLM(AdaptedForCausalLM, LlamaForCausalLM):  # type: ignore[misc]
-    config: GrapeLlamaConfig
-    base = GrapeLlamaModel
+def _head_dim(model: Any, config: AdaptedFields) -> int:
+    return getattr(getattr(model.layers[0], config.family.attention), config.family.head_dim)  # type: ignore[no-any-return]
 
 
-class GrapeQwen2ForCausalLM(AdaptedForCausalLM, Qwen2ForCausalLM):  # type: ignore[misc]
-    config: GrapeQwen2Config
-    base = GrapeQwen2Model
-
-
-class GrapeQwen3ForCausalLM(AdaptedForCausalLM, Qwen3ForCausalLM):  # type: ignore[misc]
-    config: GrapeQwen3Config
-    base = GrapeQwen3Model
-
-
-def build_encodings(model: Any, config: AdaptedConfig) -> list[Encoding]:
-    """One encoding for each layer, or one for all, starting as the model's own RoPE."""
-    head_dim = model.layers[0].self_attn.head_dim
-    spectrum = rope_frequencies(model.rotary_emb, config)
-    if 2 * len(spectrum) != head_dim:
-        raise ValueError(
-            f"the model rotates only {2 * len(spectrum)} of {head_dim} features of a head; adapt needs all"
-        )
-    sizes = {
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim,
-        "width": config.hidden_size,
-    }
-    count = 1 if config.shared_encoding else config.num_hidden_layers
-    options = {"spectrum": spectrum, **(config.encoding_options or {})}
-    return [fade_in(build(config.encoding, **sizes, **options)) for _ in range(count)]
-
-
-def rope_frequencies(rotary: Any, config: AdaptedConfig) -> list[float]:
-    """The exact float32 frequencies of `rope_parameters`; the buffer may be on meta, or cast to bfloat16."""
-    kind: Any = config.rope_parameters["rope_type"]  # type: ignore[index]
+def _rope(rotary: Any, stock: Any, layer_type: str | None, head_dim: int) -> Rope:
+    parameters = stock.rope_parameters if layer_type is None else stock.rope_parameters[layer_type]
+    kind = parameters["rope_type"]
     start = rotary.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
     with torch.device("cpu"):
-        frequencies, _ = start(config)
-    return frequencies.tolist()  # type: ignore[no-any-return]
+        spectrum, factor = start(stock, **({} if layer_type is None else {"layer_type": layer_type}))
+    whole = 2 * len(spectrum) == head_dim
+    return Rope(tuple(spectrum.tolist()), float(parameters["rope_theta"]), float(factor), whole)
+
+
+def build_encodings(model: Any, config: Any) -> list[Encoding]:
+    """One encoding for each layer, or one for all, starting as the RoPE of `model`, which is still stock."""
+    every = ropes(model, config)
+    found = every
+    if config.shared_encoding:
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"shared=True: the layers of this {config.family.name} model differ in their RoPE, so they cannot "
+                "share one encoding; leave shared out"
+            )
+        found = found[:1]
+    heads = config.num_attention_heads
+    sizes = {
+        "heads": heads,
+        "kv_heads": config.num_key_value_heads if config.has("num_key_value_heads") else heads,
+        "head_dim": _head_dim(model, config),
+        "width": config.hidden_size,
+    }
+    rotating = next(rope for rope in every if rope is not None)
+    return [_encoding(config, sizes, rope, rotating) for rope in found]
+
+
+def _encoding(config: Any, sizes: dict[str, int], rope: Rope | None, rotating: Rope) -> Encoding:
+    options = dict(config.encoding_options or {})
+    if config.has_rotation:
+        own = rope or rotating
+        options = {"spectrum": own.spectrum, "base": own.base, "layout": config.family.layout, **options}
+        if not own.whole:
+            options["rotary_dim"] = 2 * len(own.spectrum)
+    encoding = fade_in(build(config.encoding, **sizes, **options), config.rotation)
+    if rope is not None and rope.query_factor != 1.0:
+        for part in encoding.modules():
+            if isinstance(part, Rotary):
+                part.query_factor = rope.query_factor
+    return encoding if rope is not None else without_rotation(encoding)
 
 
 def install(model: Any, encodings: list[Encoding]) -> None:
     """Give the layers of `model`, already of its adapted class, our attention and the encodings."""
+    config = model.config
+    model.ropes = ropes(model, config)
+    set_encodings(model, encodings)
+    for i, rope in enumerate(model.ropes):
+        attention = model.attention_of(i)
+        change_class(attention, model.attention)
+        attention.scale = attention.scaling * (1.0 if rope is None else rope.scale)
+        attention.window = config.window_of(i)
+    model.rotary_emb = NoRotary()
+    # transformers finds in it what output_hidden_states and output_attentions record
+    _CAN_RECORD_REGISTRY[str(type(model))] = model._can_record_outputs
+
+
+def set_encodings(model: Any, encodings: list[Encoding]) -> None:
+    """One for each layer, or one for all."""
     shared = model.config.shared_encoding
     model.preparation = Preparation(encodings)
     model.encoding = encodings[0] if shared else None
-    for i, layer in enumerate(model.layers):
-        attention = layer.self_attn
-        change_class(attention, model.attention)
-        attention.encoding = None if shared else encodings[i]
-        attention.scale = attention.scaling * model.rotary_emb.attention_scaling**2
+    for i in range(len(model.layers)):
+        model.attention_of(i).encoding = None if shared else encodings[i]
     model._keep_in_fp32_modules_strict = full_precision_names(model)
-    # transformers finds in it what output_hidden_states and output_attentions record
-    _CAN_RECORD_REGISTRY[str(type(model))] = model._can_record_outputs
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -211,8 +247,33 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     add_hook_to_module(module, hook)
 
 
+def _attention_class(family: Family) -> type[nn.Module]:
+    """The stock attention of a family's layers, found where its model records attention weights."""
+    return family.base._can_record_outputs["attentions"]  # type: ignore[index,no-any-return,return-value]
+
+
+def _classes(family: Family) -> tuple[type[PreTrainedConfig], type[AdaptedBase], type[AdaptedForCausalLM]]:
+    """Configuration, model and language model of a family, by the names Grape…Config, Grape…Model, …"""
+    config: Any = config_class(family)
+    common = {"config_class": config, "__module__": __name__}
+
+    def derive(suffix: str, *bases: type, **own: Any) -> Any:
+        return type(f"Grape{family.name}{suffix}", bases, {**common, **own})
+
+    by_type = "layer_types" in family.config.__dataclass_fields__
+    attention = type(
+        f"Grape{family.name}Attention", (Adapted, _attention_class(family)), {"__module__": __name__}
+    )
+    mask = {LAYER_TYPE: None} if by_type else None
+    base = derive("Model", AdaptedBase, family.base, attention=attention, mask=mask)
+    model = derive("ForCausalLM", AdaptedForCausalLM, family.for_causal_lm, base=base)
+    for cls in (config, attention, base, model):
+        globals()[cls.__name__] = cls  # where pickle looks for it
+    return config, base, model
+
+
+#: configuration, model and language model of each family
+CLASSES = [_classes(family) for family in ROWS]
 FAMILIES: dict[type[PreTrainedModel], type[AdaptedForCausalLM]] = {
-    LlamaForCausalLM: GrapeLlamaForCausalLM,
-    Qwen2ForCausalLM: GrapeQwen2ForCausalLM,
-    Qwen3ForCausalLM: GrapeQwen3ForCausalLM,
+    family.for_causal_lm: classes[2] for family, classes in zip(ROWS, CLASSES, strict=True)
 }

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
-from ..layers.attention import dense_weights, see, split_heads
+from ..layers.attention import dense_weights, see
 from .adapted_config import IMPLEMENTATION
+from .families import Family
 
 
 class Adapted(nn.Module):
@@ -22,14 +21,8 @@ class Adapted(nn.Module):
 
     encoding: Encoding | None  # None where the model has one for all layers, and passes it
     scale: float
+    window: int | None
     config: Any
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            split_heads(proj(x), self.head_dim).transpose(1, 2)  # type: ignore[operator,arg-type]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return q, k, v
 
     def forward(
         self,
@@ -46,25 +39,14 @@ class Adapted(nn.Module):
         cache = None
         if cache_layers is not None:
             layer = cache_layers[self.layer_idx]  # type: ignore[call-overload]
-            cache = layer.open(StreamingCache, encoding, self.config.rollback)
-        seen = see(*self.project(x), x, layout, encoding, cache)
-        y = self.o_proj(seen.attend(scale=self.scale).transpose(1, 2).flatten(2))  # type: ignore[operator]
-        dense = dense_weights(seen, layout, cache, scale=self.scale) if output_attentions else None
+            cache = layer.open(partial(StreamingCache, window=self.window), encoding, self.config.rollback)
+        family: Family = self.config.family
+        masks: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        q, k, v = family.project(self, x)
+        inputs = see(q, k, v, x, layout, encoding, cache, **masks)
+        y = getattr(self, family.output)(inputs.attend(scale=self.scale).transpose(1, 2).flatten(2))
+        dense = dense_weights(inputs, layout, cache, scale=self.scale) if output_attentions else None
         return layout.unpack(y), dense
-
-
-class GrapeLlamaAttention(Adapted, LlamaAttention):  # type: ignore[misc]
-    pass
-
-
-class GrapeQwen2Attention(Adapted, Qwen2Attention):  # type: ignore[misc]
-    pass
-
-
-class GrapeQwen3Attention(Adapted, Qwen3Attention):  # type: ignore[misc]
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

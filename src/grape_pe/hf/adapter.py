@@ -1,4 +1,4 @@
-"""Give a pretrained Llama or Qwen model another encoding; its logits stay as they are until it is trained.
+"""Give a pretrained model another encoding; its logits stay as they are until it is trained.
 
 adapt(model, "rope+grape-ap")         # then train; only the new parameters by default
 model.save_pretrained("adapted")      # AutoModelForCausalLM.from_pretrained("adapted") loads it
@@ -11,7 +11,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .adapted import FAMILIES, AdaptedConfig, AdaptedForCausalLM, build_encodings, change_class, install
+from ..encodings import Encoding
+from .adapted import FAMILIES, AdaptedForCausalLM, build_encodings, change_class, install
 
 
 def adapt(
@@ -25,30 +26,31 @@ def adapt(
     """Replace the encoding of a pretrained model, in place; its logits stay as they were until it is trained.
 
     A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `Faded`). The model
-    becomes a `GrapeLlamaForCausalLM` (or Qwen2, Qwen3) with a configuration of its own, which
+    becomes a `GrapeLlamaForCausalLM` (or of another family) with a configuration of its own, which
     `save_pretrained` and `from_pretrained` keep.
 
     Args:
-        model: a Llama, Qwen2 or Qwen3 model for causal language modelling.
+        model: a stock model for causal language modelling, of a family in `docs/huggingface.md`.
         encoding: the new encoding: "grape-m", "rope+fox", "grape-m+grape-ap", …
         shared: one encoding for the whole model instead of one for each layer.
         train: "new" freezes all other parameters, "all" leaves them as they are.
-        options: of the encoding, as for `grape.build`.
+        options: of the encoding, as for `grape.build`. `scaling` changes the model's frequencies for a longer
+            context, and with them its logits; `original_context` is the model's own unless given.
     """
     family = _family(model)
     if train not in ("new", "all"):
         raise ValueError(f'train must be "new" or "all", got {train!r}')
     config = family.config_class.from_stock(model.config, encoding, options, shared)  # type: ignore[union-attr]
-    encodings = build_encodings(model.model, config)
+    base: Any = model.base_model
+    encodings = build_encodings(base, config)
     for i, built in enumerate(encodings):
-        weight: Any = model.model.layers[i].self_attn.q_proj.weight
-        built.to(weight.device, model.dtype)
+        built.to(next(base.layers[i].parameters()).device, model.dtype)
     if train == "new":
         model.requires_grad_(False)
     _replace_config(model, config)
     change_class(model, family)
-    change_class(model.model, family.base)
-    install(model.model, encodings)
+    change_class(base, family.base)
+    install(base, encodings)
     return model
 
 
@@ -67,7 +69,7 @@ def _family(model: PreTrainedModel) -> type[AdaptedForCausalLM]:
     return FAMILIES[type(model)]
 
 
-def _replace_config(model: PreTrainedModel, config: AdaptedConfig) -> None:
+def _replace_config(model: PreTrainedModel, config: Any) -> None:
     """The new configuration in every module that has the old one, which other models may share.
 
     The name is dropped: under it PEFT and others would load the model without its encoding.
@@ -80,7 +82,7 @@ def _replace_config(model: PreTrainedModel, config: AdaptedConfig) -> None:
     model.name_or_path = ""
 
 
-def adapted_config(model: PreTrainedModel) -> AdaptedConfig:
+def adapted_config(model: PreTrainedModel) -> Any:
     """The configuration of an adapted model; an error if it is not one."""
     if not isinstance(model, AdaptedForCausalLM):
         raise ValueError(f"this {type(model).__name__} has not been adapted; call adapt(model, …) first")
@@ -95,6 +97,6 @@ def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 def new_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """Everything `adapt` added: parameters and buffers, by name."""
-    layers = range(adapted_config(model).num_hidden_layers)
-    prefixes = ("model.encoding.", *(f"model.layers.{i}.self_attn.encoding." for i in layers))
-    return {name: t for name, t in model.state_dict().items() if name.startswith(prefixes)}
+    adapted_config(model)
+    ours = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Encoding))
+    return {name: t for name, t in model.state_dict().items() if name.startswith(ours)}

@@ -25,7 +25,7 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Path:
         "encoding": config.encoding,
         "options": json.dumps(config.encoding_options),
         "shared": json.dumps(config.shared_encoding),
-        "model_type": config.stock.model_type,
+        "model_type": config.family.config.model_type,
     }
     tensors = {name: t.detach().cpu().contiguous() for name, t in new_state(model).items()}
     path.parent.mkdir(parents=True, exist_ok=True)

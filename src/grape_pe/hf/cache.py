@@ -10,25 +10,23 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
 from ..cache import StreamingCache
 from ..encodings import Encoding
+from .cache_layer import GrapeCacheLayer
 from .config import LAYER_TYPE
 from .static_layer import GrapeStaticLayer
 
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.setdefault(LAYER_TYPE, create_causal_mask)
 
 
-class GrapeDynamicLayer(DynamicLayer):
+class GrapeDynamicLayer(GrapeCacheLayer, DynamicLayer):  # type: ignore[misc]
     """Grows with the sequence: everything is forwarded to a `StreamingCache`, made at first use."""
 
-    _layer_type = LAYER_TYPE
     is_compileable = False
-    supports_early_init = False
     stream: StreamingCache | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -53,21 +51,8 @@ class GrapeDynamicLayer(DynamicLayer):
         """As new, for any model."""
         self.stream = None
 
-    def _view(self, name: str) -> Tensor | None:
+    def stored(self, name: str) -> Tensor | None:
         return None if self.stream is None or not self.stream.length else self.stream.tokens.view(name)
-
-    # for code that looks at keys and values; transformers' own layers set them to None when built
-    keys = property(lambda self: self._view("k"), lambda self, value: None)
-    values = property(lambda self: self._view("v"), lambda self, value: None)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise TypeError("a grape cache layer is filled by the model itself, not from keys and values alone")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a grape cache layer also keeps bias traces and states: keys and values alone cannot be added; "
-            "pass this cache to a grape model"
-        )
 
     def get_seq_length(self) -> int:
         return 0 if self.stream is None else self.stream.sequences.columns
@@ -89,19 +74,15 @@ class GrapeDynamicLayer(DynamicLayer):
         if self.stream is not None:
             self.stream.select(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self.reorder_cache(rows)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.stream is not None:
             self.stream.repeat(repeats)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of what is held, not of the model's modules it belongs to."""
-        twin = copy.copy(self)
-        twin.stream = None if self.stream is None else self.stream.fork()
-        return twin
+        """A copy of the cached tensors; the model's modules are shared."""
+        copied = copy.copy(self)
+        copied.stream = None if self.stream is None else self.stream.fork()
+        return copied
 
 
 def layers_of(cache: Cache, count: int, encoding: Encoding) -> list[Any]:

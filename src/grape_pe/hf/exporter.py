@@ -19,6 +19,7 @@ from torch import Tensor  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -26,10 +27,13 @@ from transformers import (  # noqa: E402
 )
 
 from ..encodings import Encoding, convert_layout  # noqa: E402
+from ..encodings.base import NoPE  # noqa: E402
+from ..encodings.frequencies import Frequencies, log_uniform  # noqa: E402
 from ..encodings.rotary import BasisRotary, Rotary  # noqa: E402
+from ..groups.rotation import Layout  # noqa: E402
 from ..models.config import DecoderConfig  # noqa: E402
 from ..models.decoder import Decoder  # noqa: E402
-from .adapted import AdaptedForCausalLM  # noqa: E402
+from .adapted import AdaptedForCausalLM, Rope  # noqa: E402
 from .model import GrapeForCausalLM  # noqa: E402
 
 Source = Decoder | PreTrainedModel
@@ -38,7 +42,8 @@ Source = Decoder | PreTrainedModel
 def export(model: Source, directory: str | os.PathLike[str]) -> Path:
     """Write a stock model with the same logits: Llama, or Qwen3 where queries and keys are normalised.
 
-    Takes a `Decoder`, a `GrapeForCausalLM`, or a model changed by `adapt`. When refused, nothing is written.
+    Takes a `Decoder`, a `GrapeForCausalLM`, or a model changed by `adapt`, which becomes one of its own family
+    again. When refused, nothing is written.
     """
     stock = to_stock(model)
     stock.save_pretrained(directory)
@@ -47,38 +52,89 @@ def export(model: Source, directory: str | os.PathLike[str]) -> Path:
 
 def to_stock(model: Source) -> PreTrainedModel:
     """The stock model itself, in memory."""
-    encodings = [_rotary(encoding) for encoding in _encodings(model)]
-    spectrum = _one_spectrum(encodings)
-    normed = _has_qk_norm(model)
-    for encoding in encodings:
-        if normed and isinstance(encoding, BasisRotary):
-            raise ValueError(
-                "a learned basis cannot be exported behind a QK norm: the norm stands between projection and "
-                "basis, and its weights do not commute with it. Train grape-m-basis with qk_norm=False"
-            )
-    config = _stock_config(model, normed)
-    config.rope_parameters = longrope(
-        spectrum, config.head_dim, config.max_position_embeddings, _attention_factor(model)
-    )
-    stock = (Qwen3ForCausalLM if normed else LlamaForCausalLM)(config)
-    stock.to(dtype=_dtype(model))  # type: ignore[call-arg]
+    encodings, config = check_stock_form(model)
+    settings: Any = model.config
+    adapted = isinstance(model, AdaptedForCausalLM)
+    cls: Any = settings.family.for_causal_lm if adapted else _stock_class(model)
+    stock = cls(config).to(dtype=next(model.parameters()).dtype)
     lost = stock.load_state_dict(_stock_state(model, encodings), strict=False)
     wrong = {*lost.missing_keys, *lost.unexpected_keys} - {"lm_head.weight"}
     assert not wrong, f"names differ from the stock model's: {sorted(wrong)}"
     stock.tie_weights()
-    return stock.eval()
+    return stock.eval()  # type: ignore[no-any-return]
 
 
-def longrope(
-    spectrum: Tensor, head_dim: int, max_positions: int, attention_factor: float = 1.0
-) -> dict[str, Any]:
+def check_stock_form(model: Source) -> tuple[list[Rotary | None], Any]:
+    """The rotations and the stock configuration of a model; an error that says why if it has no stock form."""
+    adapted = isinstance(model, AdaptedForCausalLM)
+    encodings = [_rotary(encoding, adapted) for encoding in _encodings(model)]
+    _check_bases(model, encodings)
+    settings: Any = model.config
+    config: Any = settings.to_stock() if adapted else _stock_config(model)
+    config.rope_parameters = _rope_parameters(model, config, encodings)
+    return encodings, config
+
+
+def _check_bases(model: Source, encodings: list[Rotary | None]) -> None:
+    if not any(isinstance(encoding, BasisRotary) for encoding in encodings):
+        return
+    if isinstance(model, AdaptedForCausalLM):
+        if model.config.family.folds_bases:
+            return
+        raise ValueError(
+            f"a learned basis cannot be exported to a {model.config.family.name} model, whose projections are fused or "
+            "followed by a norm; use grape-m"
+        )
+    if model.config.qk_norm:
+        raise ValueError(
+            "a learned basis cannot be exported behind a QK norm: the norm stands between projection and "
+            "basis, and its weights do not commute with it. Train grape-m-basis with qk_norm=False"
+        )
+
+
+def _rope_parameters(model: Source, config: Any, encodings: list[Rotary | None]) -> dict[str, Any]:
+    """The model's own if nothing has changed, those of a scaling by its name, or else longrope."""
+    rotating = [encoding for encoding in encodings if encoding is not None]
+    own: Any = config.rope_parameters
+    if not rotating:
+        raise ValueError("no layer of this model rotates: it has no stock form")
+    if isinstance(model, AdaptedForCausalLM):
+        known: Any = model.base_model.ropes
+        if all(_is(encoding, rope) for encoding, rope in zip(encodings, known, strict=True)):
+            return own  # type: ignore[no-any-return]
+    spectrum, first = _one_spectrum(rotating), rotating[0]
+    factor = first.query_factor**0.5 * _attention_factor(model)
+    kept = {"partial_rotary_factor": own["partial_rotary_factor"]} if "partial_rotary_factor" in own else {}
+    rule = first.frequencies.scaling
+    named = not isinstance(config, Phi3Config)  # which knows longrope only
+    if rule is not None and named and _follows_base(first.frequencies):
+        return {**rule.rope_parameters(first.frequencies.base, len(spectrum)), **kept}
+    return longrope(spectrum, config.max_position_embeddings, factor) | kept
+
+
+def _is(encoding: Rotary | None, rope: Rope | None) -> bool:
+    """Whether an encoding still turns as the stock model's layer did."""
+    if encoding is None or rope is None:
+        return encoding is None and rope is None
+    theta = encoding.frequencies()[:, 0].detach().float().cpu()
+    return encoding.query_factor == rope.query_factor and bool((theta == torch.tensor(rope.spectrum)).all())
+
+
+def _follows_base(frequencies: Frequencies) -> bool:
+    """Whether the frequencies, before their scaling, are the powers of the base that transformers scales."""
+    start = log_uniform(frequencies.planes, frequencies.base)
+    fixed = frequencies.delta is None and frequencies.strength == 1.0
+    return fixed and torch.allclose(frequencies.initial.cpu(), start, rtol=1e-6, atol=0.0)
+
+
+def longrope(spectrum: Tensor, max_positions: int, attention_factor: float = 1.0) -> dict[str, Any]:
     """`rope_parameters` whose frequencies are `spectrum`, for every length.
 
     transformers computes 1 / (factor * base^(2i/d)) in float32; both sets of factors are the same, and the
     lengths are equal, so that nothing else is scaled.
     """
-    base = 10_000.0
-    power = base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    base, width = 10_000.0, 2 * len(spectrum)
+    power = base ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
     factors = (1.0 / (spectrum.double() * power.double())).tolist()
     return {
         "rope_type": "longrope",
@@ -100,7 +156,8 @@ def _encodings(model: Source) -> list[Encoding]:
         _check_stock(model.config.to_decoder())
         return [model.model.encoding_of(i) for i in range(model.config.num_hidden_layers)]
     if isinstance(model, AdaptedForCausalLM):
-        return [model.model.encoding or layer.self_attn.encoding for layer in model.model.layers]
+        base: Any = model.base_model
+        return [base.encoding_of(i) for i in range(len(base.layers))]
     raise TypeError(
         f"export takes a Decoder, a GrapeForCausalLM or an adapted model, got {type(model).__name__}"
     )
@@ -125,11 +182,19 @@ def _check_stock(config: DecoderConfig) -> None:
         )
 
 
-def _rotary(encoding: Encoding) -> Rotary:
+def _rotary(encoding: Encoding, in_family: bool) -> Rotary | None:
+    """None for a layer of an adapted model without positions."""
+    if isinstance(encoding, NoPE) and in_family:
+        return None
     if not isinstance(encoding, Rotary) or encoding.coords != 1:
         raise ValueError(
             f"{encoding!r} has no stock form: stock RoPE turns coordinate planes at fixed frequencies, "
             "so rope, grape-m and grape-m-basis can be exported, and nothing with a bias"
+        )
+    partial = encoding.rotary_dim != encoding.shape.head_dim
+    if partial and not in_family:
+        raise ValueError(
+            f"rotary_dim={encoding.rotary_dim} has no stock form: exported models turn all features"
         )
     if encoding.shape.head_dim % 2:
         raise ValueError(f"stock RoPE needs an even head_dim, got {encoding.shape.head_dim}")
@@ -149,28 +214,19 @@ def _one_spectrum(encodings: list[Rotary]) -> Tensor:
     return spectra[0]
 
 
-def _has_qk_norm(model: Source) -> bool:
-    if isinstance(model, Decoder | GrapeForCausalLM):
-        return bool(model.config.qk_norm)
-    return isinstance(model, Qwen3ForCausalLM)
-
-
 def _attention_factor(model: Source) -> float:
-    if isinstance(model, Decoder | GrapeForCausalLM):
+    """YaRN's factor of the stock model's own RoPE, which adapted layers have in their scale."""
+    if not isinstance(model, AdaptedForCausalLM):
         return 1.0
-    rotary: Any = model.model.rotary_emb
-    return float(rotary.attention_scaling)
+    base: Any = model.base_model
+    return next(rope.scale**0.5 for rope in base.ropes if rope is not None)  # type: ignore[no-any-return]
 
 
-def _dtype(model: Source) -> torch.dtype:
-    return model.model.embed_tokens.weight.dtype
+def _stock_class(model: Any) -> type[PreTrainedModel]:
+    return Qwen3ForCausalLM if model.config.qk_norm else LlamaForCausalLM
 
 
-def _stock_config(model: Source, normed: bool) -> PreTrainedConfig:
-    if not isinstance(model, Decoder | GrapeForCausalLM):
-        if not isinstance(model, LlamaForCausalLM | Qwen3ForCausalLM):
-            raise ValueError(f"{type(model).__name__} cannot be exported; Llama and Qwen3 can")
-        return model.config.to_stock()  # type: ignore[no-any-return]
+def _stock_config(model: Any) -> PreTrainedConfig:
     plain: DecoderConfig = model.config if isinstance(model, Decoder) else model.config.to_decoder()
     positions, special = 4096, {}
     if isinstance(model, GrapeForCausalLM):
@@ -179,7 +235,7 @@ def _stock_config(model: Source, normed: bool) -> PreTrainedConfig:
         special = {name: model.config.to_dict()[name] for name in ids}
     else:
         special = {"bos_token_id": None, "eos_token_id": None}
-    return (Qwen3Config if normed else LlamaConfig)(
+    return (Qwen3Config if plain.qk_norm else LlamaConfig)(
         vocab_size=plain.vocab_size,
         hidden_size=plain.width,
         intermediate_size=plain.hidden,
@@ -194,35 +250,37 @@ def _stock_config(model: Source, normed: bool) -> PreTrainedConfig:
     )
 
 
-def _stock_state(model: Source, encodings: list[Rotary]) -> dict[str, Tensor]:
+def _stock_state(model: Source, encodings: list[Rotary | None]) -> dict[str, Tensor]:
     """The weights under stock names, which are ours, without the encodings and with bases folded in."""
-    ours = [f"model.layers.{i}.self_attn.encoding." for i in range(len(encodings))]
-    ours.append("model.encoding.")
+    ours = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Encoding))
     state = {
         name: tensor.detach().clone()
         for name, tensor in model.state_dict().items()
-        if not name.startswith(tuple(ours))
+        if not name.startswith(ours)
     }
+    adapted = isinstance(model, AdaptedForCausalLM)
     for i, encoding in enumerate(encodings):
+        if encoding is None or (adapted and not isinstance(encoding, BasisRotary)):
+            continue  # an adapted model has the layout of its family
         for side in ("q", "k"):
             for kind in ("weight", "bias"):
                 name = f"model.layers.{i}.self_attn.{side}_proj.{kind}"
                 if name in state:
-                    state[name] = folded(state[name], encoding)
+                    state[name] = folded(state[name], encoding, "half" if not adapted else encoding.layout)
             norm = f"model.layers.{i}.self_attn.{side}_norm.weight"
             if norm in state and encoding.layout == "interleaved":
                 state[norm] = convert_layout(state[norm], encoding.shape.head_dim, to="half")
     return state
 
 
-def folded(weight: Tensor, encoding: Rotary) -> Tensor:
-    """A q or k projection (or its bias) that already stands in the encoding's basis, planes half-split."""
+def folded(weight: Tensor, encoding: Rotary, layout: Layout = "half") -> Tensor:
+    """A q or k projection (or its bias) that already stands in the encoding's basis, its planes in `layout`."""
     if isinstance(encoding, BasisRotary):
         basis = encoding.basis().detach().double().cpu()  # (Hkv|1, D, D)
         size = encoding.shape.head_dim
         rows = weight.double().cpu().reshape(weight.shape[0] // size, size, -1)
         basis = basis.repeat_interleave(rows.shape[0] // basis.shape[0], 0)
         weight = (basis.transpose(1, 2) @ rows).reshape(weight.shape).to(weight)
-    if encoding.layout == "interleaved":
+    if encoding.layout != layout:
         weight = convert_layout(weight, encoding.shape.head_dim, to="half")
     return weight

@@ -1,4 +1,4 @@
-"""Biases that start at nothing: the way an additive encoding enters a trained model without disturbing it."""
+"""Biases that start at zero, so that adding one to a pretrained model leaves its logits unchanged."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
-from ..encodings.base import Composite, Encoded, Encoding, State, Tokens
+from ..bias import Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
+from ..encodings.base import Composite, Encoded, Encoding, NoPE, State, Tokens
+from ..encodings.rotary import Rotary
+from ..encodings.temperature import LogN
 
 
 class Faded(Encoding):
     """An additive encoding times a learned amplitude for each head, which starts at 0.
 
-    At 0 the bias is exactly nothing, and yet the amplitude receives the full gradient; once it has left 0,
-    so do the encoding's own parameters. An amplitude below 0 counts as 0 but keeps its gradient (so that it
-    can come back): no distant key is ever favoured that the encoding itself does not favour.
+    At amplitude 0 the bias has no effect, but the amplitude still gets a gradient. The encoding's own
+    parameters get one once the amplitude is above 0. A negative amplitude counts as 0 but keeps its gradient,
+    so the sign of the bias never flips.
     """
 
     def __init__(self, encoding: Encoding) -> None:
@@ -63,9 +65,25 @@ def faded(bias: Bias, amplitude: Tensor) -> Bias:
         return replace(bias, rate=bias.rate * amplitude)
     if isinstance(bias, SumBias):
         return SumBias(tuple(faded(part, amplitude) for part in bias.parts))
+    if isinstance(bias, DistanceBias):
+        return _faded_distance(bias, amplitude)
     if isinstance(bias, NoBias):
         return bias
-    raise TypeError(f"a {type(bias).__name__} has no rate to start from zero; use a slope or a path")
+    raise TypeError(
+        f"a {type(bias).__name__} has no rate to start from zero; use a slope, a path or a table of distances"
+    )
+
+
+def _faded_distance(bias: DistanceBias, amplitude: Tensor) -> DistanceBias:
+    if bias.profile is None and bias.beyond == "-inf":
+        raise ValueError(
+            'beyond="-inf" hides distant keys from the first step and cannot start from zero; adapt with '
+            'beyond="zero" or "last"'
+        )
+    weight = amplitude.unsqueeze(-1)
+    if bias.weight is None:
+        return replace(bias, weight=weight.expand(-1, -1, -1, bias.table.shape[3]))
+    return replace(bias, weight=bias.weight * weight)
 
 
 def _faded_term(term: SlopeTerm, amplitude: Tensor) -> SlopeTerm:
@@ -73,12 +91,25 @@ def _faded_term(term: SlopeTerm, amplitude: Tensor) -> SlopeTerm:
     return SlopeTerm(term.c_q, term.c_k, rate_q, rate_k, term.counts)
 
 
-def fade_in(encoding: Encoding) -> Encoding:
-    """The same composition with everything but the rotation starting at nothing."""
-    if not isinstance(encoding, Composite):
+def fade_in(encoding: Encoding, rotation: float = 1.0) -> Encoding:
+    """The same encoding with everything but the rotation starting at nothing, and this strength of the rotation."""
+    if isinstance(encoding, Composite):
+        for name, part in encoding.parts.items():
+            encoding.parts[name] = fade_in(part, rotation)  # type: ignore[arg-type]
         return encoding
-    for name, part in encoding.parts.items():
-        assert isinstance(part, Encoding)
-        if not part.transforms:
-            encoding.parts[name] = Faded(part)
-    return encoding
+    if isinstance(encoding, LogN):
+        raise ValueError(
+            "logn cannot be added to a pretrained model: it changes the logits of all tokens after its length; "
+            "leave it out, or train a model with it"
+        )
+    if isinstance(encoding, Rotary):
+        encoding.frequencies.strength = rotation
+    return encoding if encoding.transforms or isinstance(encoding, NoPE) else Faded(encoding)
+
+
+def without_rotation(encoding: Encoding) -> Encoding:
+    """What is left without the part that turns queries and keys; the parts stay the same modules."""
+    if not isinstance(encoding, Composite):
+        return NoPE(encoding.shape) if encoding.transforms else encoding
+    left: dict[str, Any] = {name: part for name, part in encoding.parts.items() if not part.transforms}  # type: ignore[union-attr]
+    return next(iter(left.values())) if len(left) == 1 else Composite(encoding.shape, left)

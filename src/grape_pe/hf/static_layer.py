@@ -14,19 +14,17 @@ from ..cache import StreamingCache
 from ..cache.static import USE, Place, StaticCache, StaticLayout
 from ..cache.table import writable
 from ..encodings import Encoding
-from .config import LAYER_TYPE
+from .cache_layer import GrapeCacheLayer
 
 
-class GrapeStaticLayer(StaticLayer):
+class GrapeStaticLayer(GrapeCacheLayer, StaticLayer):  # type: ignore[misc]
     """Storage for `max_cache_len` tokens, allocated by the first call and then written in place.
 
     All layers of a cache share one `place`, which belongs to the first.
     """
 
-    _layer_type = LAYER_TYPE
     is_compileable = True
     is_croppable = False
-    supports_early_init = False
     stream: None = None  # a `StreamingCache` in dynamic layers
     store: StaticCache | None = None
     place: Place | None = None
@@ -54,20 +52,8 @@ class GrapeStaticLayer(StaticLayer):
         """As new, for any model."""
         self.store = None
 
-    keys = property(lambda self: self._tokens("k"), lambda self, value: None)
-    values = property(lambda self: self._tokens("v"), lambda self, value: None)
-
-    def _tokens(self, name: str) -> Tensor | None:
+    def stored(self, name: str) -> Tensor | None:
         return None if self.store is None else self.store.tokens.get(name)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise TypeError("a grape cache layer is filled by the model itself, not from keys and values alone")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a grape cache layer also keeps bias traces and states: keys and values alone cannot be added; "
-            "pass this cache to a grape model"
-        )
 
     def get_seq_length(self) -> Any:
         return 0 if self.fresh or self.place is None else self.place.columns
@@ -87,26 +73,23 @@ class GrapeStaticLayer(StaticLayer):
         if self.owns_place and self.place is not None:
             self.place.select(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.keys is not None:
             self.reorder_cache(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of what is held, not of the model's modules it belongs to."""
-        twin = copy.copy(self)
-        twin.store = None if self.store is None else self.store.fork()
+        """A copy of the cached tensors; the model's modules are shared."""
+        copied = copy.copy(self)
+        copied.store = None if self.store is None else self.store.fork()
         with writable():
-            twin.place = copy.deepcopy(self.place, memo)
-        return twin
+            copied.place = copy.deepcopy(self.place, memo)
+        return copied
 
 
 def static_layout(
     layers: Sequence[GrapeStaticLayer], x: Tensor, positions: Tensor | None, padding: Tensor | None
 ) -> StaticLayout:
-    """Where the new tokens stand; the cache then counts them as held."""
+    """Positions of the new tokens; the cache then counts them as stored."""
     first, (batch, count) = layers[0], x.shape[:2]
     if not count:
         raise ValueError(f"a static cache takes one token or more a call, got none; {USE}")

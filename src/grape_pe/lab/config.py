@@ -92,7 +92,7 @@ class TrainSection(Section):
 
     steps: Positive = 1000
     batch: Positive = Field(16, description="sequences of an optimizer step, over all ranks")
-    micro_batch: Natural = Field(0, description="sequences at once on a rank; 0: its whole share")
+    micro_batch: Natural = Field(0, description="micro-batch per GPU; 0 means no accumulation")
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     min_lr: NonNegative = 3e-5
     warmup: Natural = Field(100, description="steps of linear warm-up")
@@ -287,17 +287,17 @@ def _explain(error: Any, names: list[str]) -> str:
     return f"{name}: {error['msg']}, got {error['input']!r}"
 
 
-def field_names() -> list[str]:
+def field_names(kind: type[RunConfig] = RunConfig) -> list[str]:
     """Every setting by its dotted name."""
-    return [name for name, _ in settings()]
+    return [name for name, _ in settings(kind)]
 
 
-def settings() -> Iterator[tuple[str, str]]:
+def settings(kind: type[RunConfig] = RunConfig) -> Iterator[tuple[str, str]]:
     """Dotted name and description of every setting."""
-    for name, field in RunConfig.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            for inner, each in kind.model_fields.items():
+    for name, field in kind.model_fields.items():
+        inside = field.annotation
+        if isinstance(inside, type) and issubclass(inside, Section):
+            for inner, each in inside.model_fields.items():
                 yield f"{name}.{inner}", each.description or ""
         else:
             yield name, field.description or ""
@@ -306,7 +306,11 @@ def settings() -> Iterator[tuple[str, str]]:
 def flat(config: RunConfig) -> dict[str, Any]:
     """Dotted names to values."""
     tree = config.model_dump()
-    return {name: tree[s][f] if f else tree[s] for name in field_names() for s, _, f in [name.partition(".")]}
+    return {
+        name: tree[s][f] if f else tree[s]
+        for name in field_names(type(config))
+        for s, _, f in [name.partition(".")]
+    }
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:

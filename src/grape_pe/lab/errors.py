@@ -1,9 +1,9 @@
-"""What the lab says when a user can put it right."""
+"""Errors of the lab that the user can fix."""
 
 
 class LabError(ValueError):
-    """Shown as one line by the command line, never as a traceback."""
+    """Usage error: the command line prints the message, which says what to change, and no traceback."""
 
 
 class Diverged(LabError):
-    """A loss or gradient that is no finite number: the run stopped."""
+    """The loss or a gradient is NaN or Inf: training stopped, that step was not applied."""

@@ -75,7 +75,7 @@ def locked(directory: Path, wait: bool = False) -> Iterator[None]:
 
 
 def damaged(path: Path, why: object, remedy: str) -> LabError:
-    """The error for a file whose content cannot be used, in one line."""
+    """The error for a file whose content cannot be used."""
     return LabError(f"{path} is damaged: {' '.join(str(why).split())}; {remedy}")
 
 

@@ -25,6 +25,16 @@ def _split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def read_name(text: str) -> tuple[str, dict[str, Any]]:
+    """`name[x=1,y=2]` as a name and its options."""
+    name, opened, rest = text.partition("[")
+    if opened and not rest.endswith("]"):
+        raise LabError(
+            f"cannot read {text!r}; options go in brackets after the name, as in fox[forget_bias=4]"
+        )
+    return name, read_options(rest[:-1], text)
+
+
 def read_options(text: str, whole: str) -> dict[str, Any]:
     """`x=1,y=2`, the options of `whole`."""
     return dict(_option(whole, each) for each in split_names(text))

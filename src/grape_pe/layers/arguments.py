@@ -53,7 +53,17 @@ def check_qk_norm(value: Any) -> QKNorm:
 def rotates(encoding: Encoding) -> bool:
     """Whether the encoding turns queries and keys: path does not, its product stands in the bias."""
     parts = (part for part in encoding.modules() if isinstance(part, Encoding))
-    return any(part.transforms and not isinstance(part, PaTH) for part in parts)
+    return any((part.transforms or part.sets_norms) and not isinstance(part, PaTH) for part in parts)
+
+
+def check_norm_after(encoding: Encoding) -> None:
+    """A norm after the rotation forgets the lengths of q and k: refuse encodings that set them."""
+    for part in encoding.modules():
+        if isinstance(part, Encoding) and part.sets_norms:
+            raise ValueError(
+                f'qk_norm="after" would undo {type(part).__name__}, which changes the lengths of queries or keys; '
+                "use qk_norm=True, which normalises before the encoding"
+            )
 
 
 def check_input(x: Tensor, width: int) -> None:

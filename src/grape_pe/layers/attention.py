@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..cache import Layout, Norms, Seen, StreamingCache, encode
+from ..cache import AttentionInputs, Layout, Norms, StreamingCache, encode
 from ..encodings import Encoding, build
 from .arguments import (
     QKNorm,
     call_layout,
     check_cache,
     check_input,
+    check_norm_after,
     check_qk_norm,
     check_sinks,
     check_window,
@@ -140,6 +141,7 @@ class Attention(nn.Module):
     def norms(self, encoding: Encoding) -> dict[str, Any]:
         """The norms that `StreamingCache` applies: of keys before the encoding, or of both sides after it."""
         if self.qk_norm == "after" and rotates(encoding):
+            check_norm_after(encoding)
             return {"key_norm": None, "norm_after": (self.q_norm, self.k_norm)}
         return {"key_norm": self.k_norm, "norm_after": None}
 
@@ -156,9 +158,9 @@ class Attention(nn.Module):
         masks: dict[str, Any] = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
         norms = self.norms(encoding)
         q, k, v = self.project(x, self.q_norm if norms["norm_after"] is None else None)
-        seen = see(q, k, v, x, layout, encoding, cache, self.kv_shift, **norms, **masks)
-        y = self.write(seen.attend(), x)
-        return layout.unpack(y), dense_weights(seen, layout, cache) if weights else None
+        inputs = see(q, k, v, x, layout, encoding, cache, self.kv_shift, **norms, **masks)
+        y = self.write(inputs.attend(), x)
+        return layout.unpack(y), dense_weights(inputs, layout, cache) if weights else None
 
     def write(self, y: Tensor, x: Tensor) -> Tensor:
         """(B, T, C) from what the heads read, (B, H, T, D): output norm, gate, projection."""
@@ -203,7 +205,7 @@ def see(
     key_norm: nn.Module | None = None,
     norm_after: Norms | None = None,
     **masks: Any,
-) -> Seen:
+) -> AttentionInputs:
     """All that the packed tokens of a call see: with a cache also what came before.
 
     `masks` (window, sinks) are for calls without a cache; a cache has its own.
@@ -213,13 +215,15 @@ def see(
     code, v, _ = encode(encoding, q, k, v, x, layout, shift, key_norm, norm_after)
     if layout.documents is not None:
         masks["documents"] = layout.documents
-    return Seen(code.q, code.k, v, code.bias, masks)
+    return AttentionInputs(code.q, code.k, v, code.bias, masks)
 
 
-def dense_weights(seen: Seen, layout: Layout, cache: StreamingCache | None, **options: Any) -> Tensor:
+def dense_weights(
+    inputs: AttentionInputs, layout: Layout, cache: StreamingCache | None, **options: Any
+) -> Tensor:
     """The attention weights (B, H, T, Tk) in the order of the call."""
-    dense = seen.weights(**options)
-    if seen.k.shape[2] == dense.shape[2]:
+    dense = inputs.weights(**options)
+    if inputs.k.shape[2] == dense.shape[2]:
         return layout.unpack(layout.unpack(dense, 2), 3)
     if cache is not None and cache.sequences.gaps:
         raise ValueError(

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..encodings.registry import ENTRIES
+from ..encodings.registry import entry
+from ..encodings.registry import names as known_names
 from ..layers.arguments import check_window
 
 WINDOWED = re.compile(r"([^@]+)@w([1-9]\d*)")
@@ -85,4 +86,4 @@ def options_for(name: str, names: Sequence[str], options: Mapping[str, Any]) -> 
 
 def _has(name: str, key: str) -> bool:
     parts = name.split("+")
-    return key in parts or any(part in ENTRIES and key in ENTRIES[part].options() for part in parts)
+    return key in parts or any(part in known_names() and key in entry(part).options() for part in parts)

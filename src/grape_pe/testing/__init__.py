@@ -13,14 +13,21 @@ from .laws import (
     assert_relative_law,
     assert_streaming,
     assert_unipotent,
+    composition_error,
+    linearity_error,
     parameter_dtype,
+    path_composition_error,
+    relative_law_error,
     sample,
     scores,
+    streaming_error,
 )
+from .summary import LawErrors, law_errors, moved
 
 __all__ = [
     "TOL",
     "LawDoesNotHold",
+    "LawErrors",
     "Sample",
     "assert_close",
     "assert_composition",
@@ -31,7 +38,14 @@ __all__ = [
     "assert_relative_law",
     "assert_streaming",
     "assert_unipotent",
+    "composition_error",
+    "law_errors",
+    "linearity_error",
+    "moved",
     "parameter_dtype",
+    "path_composition_error",
+    "relative_law_error",
     "sample",
     "scores",
+    "streaming_error",
 ]

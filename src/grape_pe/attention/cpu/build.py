@@ -1,10 +1,8 @@
 """The compiled CPU kernel: built with the system's C++ compiler on first use, and called by ctypes.
 
-Nothing is compiled at import. The library is kept in a cache directory that only this user may write to,
-under a name that depends on everything it was made from (sources, flags, compiler, processor). A lock lets
-one process build while the others wait; the file appears by an atomic rename and ends with its SHA-256, so a
-damaged one is rebuilt, not loaded. Without a kernel `library()` is None, the callers use plain torch, and
-`why_not()` gives the reason. The command line is constant: no name or option comes from outside.
+The library is kept in a cache directory that only this user may write to, under a name that depends on
+everything it was made from. It appears by an atomic rename and ends with its SHA-256, so a damaged one is
+rebuilt, not loaded. The command line is constant: no name or option comes from outside.
 """
 
 from __future__ import annotations
@@ -25,33 +23,12 @@ from pathlib import Path
 
 import torch
 
-TILE = 64  # BQ and BK of tiles.cpp
 SOURCES = ("simd.h", "tiles.cpp")
 COMPILE = ["-c", "tiles.cpp", "-o", "tiles.o", "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp"]
 COMPILE += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
-# torch has loaded an OpenMP runtime already, and globally: leaving its symbols open lets us share its
-# threads instead of bringing a second pool that would fight for the same cores. Where that does not
-# load, link one of our own.
+# With its OpenMP symbols left open the library shares the threads of torch's runtime, which is loaded already.
+# Where that does not load, it is linked with a runtime of its own.
 LINK = (["-shared", "tiles.o", "-o", "shared.so"], ["-shared", "tiles.o", "-fopenmp", "-o", "own.so"])
-
-_SIZES = "B H KV HP Tq Tk D Dv R P causal window sinks bounded threads splits"
-_STRIDES = "cq_stride ck_stride rq_stride rk_stride"
-_POINTERS = (
-    "q k v c_q c_k rate_q rate_k probe_q probe_k path_rate documents key_padding out lse norms work "
-    "key_norm slope_range d_out d_lse d_q d_k d_v d_c_q d_c_k d_rate_q d_rate_k d_probe_q d_probe_k d_path_rate"
-)
-
-
-class Problem(ctypes.Structure):
-    """Mirror of `Problem` in tiles.cpp: sizes, strides, two reals, pointers."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _SIZES.split()),
-        *((name, ctypes.c_int64 * 4) for name in _STRIDES.split()),
-        ("scale", ctypes.c_float),
-        ("tau", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
-    ]
 
 
 class NoKernel(Exception):
@@ -59,46 +36,43 @@ class NoKernel(Exception):
 
 
 def available() -> bool:
-    return library() is not None
+    return why_not() is None
 
 
 def why_not() -> str | None:
-    """Why there is no compiled kernel, or None when there is one."""
-    if _switched_off():
+    """Why there is no compiled kernel, or None when there is one. torch.compile asks once, while it traces."""
+    if os.environ.get("GRAPE_PE_NATIVE", "").lower() in ("0", "off", "false", "no"):
         return "GRAPE_PE_NATIVE=0 switches the compiled kernel off"
     found = _load()
     return found if isinstance(found, str) else None
 
 
-def library() -> ctypes.CDLL | None:
-    found = "" if _switched_off() else _load()
-    return None if isinstance(found, str) else found
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the package.
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _switched_off() -> bool:
-    return os.environ.get("GRAPE_PE_NATIVE", "").lower() in ("0", "off", "false", "no")
+def run(name: str, problem: bytes) -> None:
+    """Call grape_forward or grape_backward; the caller keeps the arrays of the problem alive meanwhile."""
+    found = _load()
+    if isinstance(found, str):
+        raise RuntimeError(f"the compiled CPU attention kernel is not available: {found}")
+    getattr(found, name)(problem)
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or the reason why there is none; warns once where the user can do something about it."""
-    found = _attempt()
-    if isinstance(found, str) and platform.system() == "Linux":
-        warnings.warn(
-            f"grape-pe has no compiled CPU attention kernel: {found}. Attention with a bias runs in plain "
-            "torch instead: the same results, several times slower. Set GRAPE_PE_NATIVE=0 to accept that and "
-            "silence this warning.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return found
-
-
-@functools.cache
-def _attempt() -> ctypes.CDLL | str:
+    """The library, or the reason why there is none; warns where the user can do something about it."""
     try:
         return _open(_built(_compiler()))
     except NoKernel as reason:
+        if platform.system() == "Linux":
+            warnings.warn(
+                f"grape-pe has no compiled CPU attention kernel: {reason}. Attention with a bias runs in plain "
+                "torch instead: the same results, several times slower. Set GRAPE_PE_NATIVE=0 to accept that and "
+                "silence this warning.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return str(reason)
 
 
@@ -113,12 +87,12 @@ def _compiler() -> str:
 
 def _open(path: Path) -> ctypes.CDLL:
     try:
-        opened = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as problem:
-        raise NoKernel(f"the built library does not load ({problem})") from problem
-    for function in (opened.grape_forward, opened.grape_backward):
-        function.argtypes, function.restype = [ctypes.POINTER(Problem)], None
-    return opened
+        raise NoKernel(f"the library does not load ({problem}); another GRAPE_PE_CACHE may help") from problem
+    for function in (library.grape_forward, library.grape_backward):
+        function.argtypes, function.restype = [ctypes.c_char_p], None
+    return library
 
 
 def cache_directory() -> Path:
@@ -130,9 +104,8 @@ def cache_directory() -> Path:
 
 
 def _built(compiler: str) -> Path:
-    """The path of the library in the cache; builds it where it is missing or damaged."""
-    here = Path(__file__).parent
-    texts = {name: (here / name).read_bytes() for name in SOURCES}
+    """The path of the library in the cache; one process builds it where it is missing or damaged."""
+    texts = {name: (Path(__file__).parent / name).read_bytes() for name in SOURCES}
     try:
         directory = cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,22 +125,19 @@ def _built(compiler: str) -> Path:
 
 def _refuse_what_others_can_write(*paths: Path) -> None:
     """Loading a library runs its code, so nobody else may be able to change it."""
-    for path in paths:
-        if path.exists():
-            status = path.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                raise NoKernel(
-                    f"{path} must belong to the user who runs this (uid {os.geteuid()}, not {status.st_uid}) "
-                    f"and be writable by nobody else (not mode {status.st_mode & 0o777:o}); change its owner "
-                    "or mode, or set GRAPE_PE_CACHE to another folder"
-                )
+    for path in filter(Path.exists, paths):
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise NoKernel(
+                f"{path} must belong to the user who runs this (uid {os.geteuid()}, not {status.st_uid}) "
+                f"and be writable by nobody else (not mode {status.st_mode & 0o777:o}); change its owner "
+                "or mode, or set GRAPE_PE_CACHE to another folder"
+            )
 
 
 def _is_sound(path: Path) -> bool:
     """Whether the file is there and ends with the SHA-256 of what comes before."""
-    if not path.exists():
-        return False
-    content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
@@ -184,30 +154,28 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(compiler: str, texts: dict[str, bytes], target: Path) -> None:
     print(f"grape-pe: compiling the CPU kernel, once, some seconds ({target})", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        work = Path(folder)
         for name, text in texts.items():
-            (Path(work) / name).write_bytes(text)
-        content = _compile(compiler, Path(work)).read_bytes()
-        whole = Path(work) / target.name
-        with whole.open("wb") as file:
+            (work / name).write_bytes(text)
+        _call(compiler, COMPILE, work)
+        try:
+            content = _linked(compiler, LINK[0], work)
+        except NoKernel:
+            content = _linked(compiler, LINK[1], work)
+        with (work / target.name).open("wb") as file:
             file.write(content + hashlib.sha256(content).digest())  # a loader ignores the end of the file
             file.flush()
             os.fsync(file.fileno())
-        whole.chmod(0o700)
-        os.replace(whole, target)
+        (work / target.name).chmod(0o700)
+        os.replace(work / target.name, target)
 
 
-def _compile(compiler: str, work: Path) -> Path:
-    _call(compiler, COMPILE, work)
-    for arguments in LINK:
-        _call(compiler, arguments, work)
-        made = work / arguments[-1]
-        try:
-            ctypes.CDLL(str(made), mode=os.RTLD_NOW)
-            return made
-        except OSError as problem:
-            reason = str(problem)
-    raise NoKernel(f"the built library does not load ({reason}); another GRAPE_PE_CACHE may help")
+def _linked(compiler: str, arguments: list[str], work: Path) -> bytes:
+    """The content of a library that loads."""
+    _call(compiler, arguments, work)
+    _open(work / arguments[-1])
+    return (work / arguments[-1]).read_bytes()
 
 
 def _call(compiler: str, arguments: list[str], work: Path | None = None) -> bytes:
@@ -224,19 +192,7 @@ def _call(compiler: str, arguments: list[str], work: Path | None = None) -> byte
 
 def _fingerprint(compiler: str, texts: dict[str, bytes]) -> str:
     """Everything the library depends on; the processor because of -march=native on shared homes."""
-    version = _call(compiler, ["--version"])
-    cpu = Path("/proc/cpuinfo")
-    flags = {
-        line for line in cpu.read_text().splitlines() if line.startswith(("flags", "model name", "Features"))
-    }
-    parts = [version, torch.__version__.encode(), str((COMPILE, LINK)).encode()]
-    parts += [line.encode() for line in sorted(flags)] + list(texts.values())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
-
-
-def run(name: str, problem: Problem) -> None:
-    """Call grape_forward or grape_backward; whoever made `problem` keeps its arrays alive meanwhile."""
-    opened = library()
-    if opened is None:
-        raise RuntimeError(f"the compiled CPU attention kernel is not available: {why_not()}")
-    getattr(opened, name)(ctypes.byref(problem))
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
+    made_from = [str((torch.__version__, COMPILE, LINK, flags)).encode(), _call(compiler, ["--version"])]
+    return hashlib.sha256(b"\0".join([*made_from, *texts.values()])).hexdigest()[:20]

@@ -9,7 +9,8 @@
 // or v makes its rows NaN; a hidden one changes nothing.
 //
 // C ABI, no torch headers: `Problem` is mirrored in build.py, and launch.py checks every array against it.
-// Letters: B batch, H query heads, KV key heads, HP probe heads, T tokens, R slope terms, P probe features.
+// Letters: B batch, H query heads, KV key heads, HP probe heads, T tokens, R slope terms, P probe features,
+// S tables over L distances.
 
 #include <algorithm>
 #include <cmath>
@@ -21,17 +22,22 @@
 
 constexpr int BQ = 64, BK = 64;
 constexpr int TILE = BQ * BK;
+constexpr int BAND = BQ + BK;  // distances of a tile whose positions run on: one less, and one to fill a vector
+const float HUGEST = std::numeric_limits<float>::max();
 const float INF = std::numeric_limits<float>::infinity(), NOT = std::numeric_limits<float>::quiet_NaN();
 
 struct Problem {
-    int64_t B, H, KV, HP, Tq, Tk, D, Dv, R, P;
+    int64_t B, H, KV, HP, Tq, Tk, D, Dv, R, P, S, L;
     int64_t causal, window, sinks, bounded, threads, splits;         // window 0: none
+    int64_t first, beyond;                       // distance of a table's first entry; outside: 0 last, 1 zero, 2 -inf
     int64_t cq_stride[4], ck_stride[4], rq_stride[4], rk_stride[4];  // of r, b, h, t
     float scale, tau;                            // tau < 0: no pruning
     const float *q, *k, *v;                      // (B,H,Tq,D) (B,KV,Tk,D) (B,KV,Tk,Dv)
     const double *c_q, *c_k;                     // (R,B,H,T), any strides
     const float *rate_q, *rate_k;                // (R,B,H,T), any strides, or null
     const float *probe_q, *probe_k, *path_rate;  // (B,HP,Tq,P) (B,HP,Tk,P) (H)
+    const float *table, *mix;                    // (H,S,L) (B,H,Tq,S) or null
+    const int64_t *place_q, *place_k;            // (B,Tq) (B,Tk)
     const int64_t *documents;                    // (B,Tk) or null
     const uint8_t *key_padding;                  // (B,Tk) or null
     float *out, *lse, *norms;                    // (B,H,Tq,Dv) (B,H,Tq) (B,H,Tq,2): maximum and sum of exp
@@ -42,6 +48,8 @@ struct Problem {
     double *d_c_q, *d_c_k, *d_rate_q, *d_rate_k; // (R,B,H,Tq) (splits,R,B,H,Tk) and the same, or null
     float *d_probe_q, *d_probe_k;                // (B,H,Tq,P) (splits,B,H,Tk,P)
     double *d_path_rate;                         // (splits,B,H)
+    double *d_table;                             // (splits,B,H,S,L)
+    float *d_mix;                                // (B,H,Tq,S)
 
     long tiles() const { return (Tk + BK - 1) / BK; }
 };
@@ -92,12 +100,17 @@ struct Block {
     bool bad_rows;
     float path_rate = 0;
     std::vector<float> qT, probeT, s, z, k_clean, v_clean;
+    std::vector<float> mixT, band;            // (S,BQ); (S + 1,BAND) table at the tile's distances, then 0 or -inf
+    std::vector<float> least, most;           // (S) of the band
+    float outside;
+    bool rows_run, even;                      // positions of the queries, and also of the tile's keys, rise by 1
     std::vector<Side> rows, keys;
     alignas(64) float m[BQ], l[BQ], q_norm[BQ], poison[BQ];  // of a row: maximum, sum of exp, scaled |q|, NaN or 0
     alignas(64) float sum_high[BQ], sum_low[BQ];             // path: sum of psi(t, l) over the l to the right
 
     explicit Block(const Problem &p)
-        : p(p), tiles(p.tiles()), qT(p.D * BQ), probeT(p.P * BQ), s(TILE), z(p.P ? TILE : 0), rows(p.R), keys(p.R) {}
+        : p(p), tiles(p.tiles()), qT(p.D * BQ), probeT(p.P * BQ), s(TILE), z(p.P ? TILE : 0),
+          mixT(p.S * BQ), band(p.S ? (p.S + 1) * BAND : 0), least(p.S), most(p.S), rows(p.R), keys(p.R) {}
 
     void select(long head, long block) {
         bh = head; b = head / p.H; h = head % p.H; kv = b * p.KV + h / (p.H / p.KV);
@@ -115,6 +128,7 @@ struct Block {
         }
         transpose(q, p.D, p.scale, qT.data());
         for (long r = 0; r < p.R; r++) rows[r].read(p.c_q, p.cq_stride, p.rate_q, p.rq_stride, r, b, h, t0, nt);
+        if (p.S) select_places();
         if (!p.P) return;
         long probe = b * p.HP + h / (p.H / p.HP);
         path_rate = p.path_rate[h];
@@ -122,6 +136,13 @@ struct Block {
         transpose(p.probe_q + (probe * p.Tq + t0) * p.P, p.P, 1.0f / p.P, probeT.data());
         std::fill(sum_high, sum_high + BQ, 0.0f);
         std::fill(sum_low, sum_low + BQ, 0.0f);
+    }
+
+    void select_places() {
+        const int64_t *at = p.place_q + b * p.Tq + t0;
+        rows_run = true;
+        for (long t = 1; t < nt; t++) rows_run &= at[t] == at[0] + t;
+        if (p.mix) transpose(p.mix + (bh * p.Tq + t0) * p.S, p.S, 1, mixT.data());
     }
 
     // rows (nt x width) -> lanes (width x BQ), zero beyond nt
@@ -183,25 +204,98 @@ struct Block {
         return bound + (least + most + end[0] + end[1]) * vf{};
     }
 
+    // Entry of a table at a distance; -1 outside it, unless its ends go on.
+    long entry(int64_t apart) const {
+        int64_t i = apart - p.first;
+        if (i >= 0 && i < p.L) return i;
+        return p.beyond ? -1 : i < 0 ? 0 : p.L - 1;
+    }
+
+    int64_t apart(long t, long j) const { return p.place_q[b * p.Tq + t0 + t] - p.place_k[b * p.Tk + j]; }
+
+    // band[s][t - j + BK - 1] = table s at the distance of row t and key j0 + j. Only if all positions run on.
+    void read_band(long j0, long nj) {
+        const int64_t *at = p.place_k + b * p.Tk + j0;
+        even = rows_run;
+        for (long j = 1; j < nj; j++) even &= at[j] == at[0] + j;
+        for (long i = 0; i < BAND && even; i++) {
+            long e = entry(apart(0, j0) + i - (BK - 1));
+            for (long r = 0; r < p.S; r++) band[r * BAND + i] = e < 0 ? 0 : p.table[(h * p.S + r) * p.L + e];
+            band[p.S * BAND + i] = e < 0 && p.beyond == 2 ? -INF : 0;
+        }
+    }
+
+    void add_distances(long j0, long nj) {
+        read_band(j0, nj);
+        if (!even) return add_distances_one_by_one(j0, nj);
+        for (int n = 0; n < nv; n++)
+            for (long j = 0; j < nj; j++) {
+                const float *at = band.data() + n * W - j + BK - 1;
+                vf sum = load(at + p.S * BAND);
+                for (long r = 0; r < p.S; r++)
+                    sum += p.mix ? load(&mixT[r * BQ + n * W]) * load(at + r * BAND) : load(at + r * BAND);
+                store(s.data() + j * BQ + n * W, load(s.data() + j * BQ + n * W) + sum);
+            }
+    }
+
+    void add_distances_one_by_one(long j0, long nj) {
+        for (long j = 0; j < nj; j++)
+            for (long t = 0; t < nt; t++) {
+                long e = entry(apart(t, j0 + j));
+                float sum = e < 0 && p.beyond == 2 ? -INF : 0;
+                for (long r = 0; r < p.S && e >= 0; r++)
+                    sum += p.table[(h * p.S + r) * p.L + e] * (p.mix ? mixT[r * BQ + t] : 1);
+                s[j * BQ + t] += sum;
+            }
+    }
+
+    // The extremes of each table in the tile, and 0 or -inf (all distances outside); false where nothing is known.
+    bool distance_range(long j0, long nj) {
+        read_band(j0, nj);
+        outside = -INF;
+        for (long r = 0; r <= p.S && even; r++) {
+            const float *at = &band[r * BAND];
+            auto ends = std::minmax_element(at + BK - nj, at + BK - 1 + nt);
+            if (r == p.S) outside = *ends.second;
+            else { least[r] = *ends.first; most[r] = *ends.second; }
+            if (r < p.S && !finite(at + BK - nj, nj + nt - 1)) return false;
+        }
+        return even;
+    }
+
+    // The largest the tables can add for these rows in the tile.
+    vf distance_bound(int n) const {
+        vf bound = all(outside);
+        for (long r = 0; r < p.S; r++) {
+            vf mix = p.mix ? load(&mixT[r * BQ + n * W]) : all(1.0f);
+            bound += vmax(mix * all(least[r]), mix * all(most[r])) + mix * vf{};
+        }
+        return bound;
+    }
+
     // True when no row can get anything from the tile that survives rounding. `held` is a lower bound of what each
     // row has: its running maximum or, in the backward pass, its logsumexp.
-    bool negligible(long kb, const float *held, float k_norm) const {
+    bool negligible(long kb, const float *held, float k_norm) {
         if (p.tau < 0 || (p.P && !(path_rate >= 0))) return false;
+        if (p.S && !distance_range(kb * BK, std::min<long>(BK, p.Tk - kb * BK))) return false;
         for (int n = 0; n < nv; n++) {
             vf bound = load(q_norm + n * W) * all(k_norm);
             for (long r = 0; r < p.R; r++) bound += slope_bound(r, kb, n);
             if (p.P) bound += all(path_rate) * load(sum_high + n * W);
-            bound += vabs(bound) * all(1e-5f) + all(1e-3f);  // the bound's own rounding
+            if (p.S) bound += distance_bound(n);
+            bound += vmin(vabs(bound), all(HUGEST)) * all(1e-5f) + all(1e-3f);  // the bound's own rounding
             vi keep = ~(bound < load(held + n * W) - all(p.tau));
             if (any(keep & (iota() + alli(n * W) < alli((int)nt)))) return false;
         }
         return true;
     }
 
+    bool path_alone() const { return p.P && !p.R && !p.S; }
+
     // A path alone only falls leftwards: once negligible against the longest key, all the rest is.
     float longest_key(long first, long end) const {
         double longest = 0;
-        for (long kb = first; kb < end && p.P && !p.R && p.tau >= 0; kb++)
+        for (long kb = first; kb < end && path_alone() && p.tau >= 0; kb++)
             if (!(key_norm(kb) <= longest)) longest = key_norm(kb);
         return (float)longest;
     }
@@ -287,6 +381,7 @@ struct Block {
             keys[r].read(p.c_k, p.ck_stride, p.rate_k, p.rk_stride, r, b, h, j0, nj);
             add_slope(r, nj);
         }
+        if (p.S) add_distances(j0, nj);
         for (long i = 0; path && i < nj * BQ; i += W)
             store(s.data() + i, load(s.data() + i) + all(path_rate) * load(path + i));
         for (long j = 0; j < nj && (bad_keys || bad_rows); j++)
@@ -346,7 +441,7 @@ struct Forward : Block {
             long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
             Sight seen = sight(j0, nj);
             visible += seen != NONE;
-            if (p.P && !p.R && !stopped) stopped = negligible(kb, m, longest);
+            if (path_alone() && !stopped) stopped = negligible(kb, m, longest);
             if (stopped) continue;
             bool skip = seen == NONE || negligible(kb, m, key_norm(kb));
             if (p.P) scan_path<false>(j0, nj, path.data(), nullptr);
@@ -375,6 +470,8 @@ struct Backward : Block {
     alignas(64) float before_high[BQ], before_low[BQ];                 // path: sum of dS(t, j) over the j to the left
     alignas(64) float lse[BQ], delta[BQ];
     std::vector<double> rate_sum, rate_mean, c_sum;  // (R, BQ)
+    std::vector<double> mix_sum;                     // (S, BQ)
+    std::vector<float> skew;
     std::vector<uint8_t> todo;
     double drift[BQ], path_sum[BQ], path_mean[BQ], d_rate = 0;
     long split = 0;
@@ -382,7 +479,7 @@ struct Backward : Block {
     explicit Backward(const Problem &p)
         : Block(p), dOT(p.Dv * BQ), dp(TILE), dz(p.P ? TILE : 0), q_scaled(BQ * p.D), dq(BQ * p.D), dpqT(p.P * BQ),
           paths(p.P ? tiles * TILE : 0), slopes(paths.size()), rate_sum(p.R * BQ), rate_mean(p.R * BQ),
-          c_sum(p.R * BQ), todo(tiles) {}
+          c_sum(p.R * BQ), mix_sum(p.S * BQ), skew(p.S ? W * BAND : 0), todo(tiles) {}
 
     // Which tiles to compute and, with a path, its sums and slopes in every tile, from the right.
     void plan(long first, long end) {
@@ -391,7 +488,7 @@ struct Backward : Block {
         for (long kb = end - 1; kb >= first; kb--) {
             long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
             todo[kb] = NONE;
-            if (p.P && !p.R && !stopped) stopped = negligible(kb, lse, longest);
+            if (path_alone() && !stopped) stopped = negligible(kb, lse, longest);
             if (stopped) continue;
             Sight seen = sight(j0, nj);
             todo[kb] = seen == NONE || negligible(kb, lse, key_norm(kb)) ? NONE : seen;
@@ -484,6 +581,51 @@ struct Backward : Block {
             for (int i = 0; i < W; i++) of_keys(p.d_c_k, r, j0)[j] += key[j][i];
     }
 
+    double *of_table(long r) const { return p.d_table + ((split * p.B * p.H + bh) * p.S + r) * p.L; }
+
+    // Sums of mix * dS along the diagonals of the tile. Those of the keys j, j + W, … lie in one row of `skew`, so that
+    // every sum stays in its lane; the rows are then added, each shifted by its j.
+    void table_gradient(long r, long j0, long nj) {
+        std::fill(skew.begin(), skew.end(), 0.0f);
+        for (long j = 0; j < nj; j++)
+            for (int n = 0; n < nv; n++) {
+                float *at = &skew[j % W * BAND + n * W - j / W * W + BK];
+                vf ds = load(dp.data() + j * BQ + n * W);
+                store(at, load(at) + (p.mix ? ds * load(&mixT[r * BQ + n * W]) : ds));
+            }
+        for (long i = 0; i < BAND - 1; i++) {  // t - j = i - (BK - 1)
+            double sum = 0;
+            for (long j = 0; j < W; j++) sum += i + 1 + j < BAND ? skew[j * BAND + i + 1 + j] : 0;
+            long e = entry(apart(0, j0) + i - (BK - 1));
+            if (e >= 0) of_table(r)[e] += sum;
+        }
+    }
+
+    void mix_gradient(long r, long nj) {
+        for (int n = 0; n < nv; n++) {
+            vf sum = {};
+            for (long j = 0; j < nj; j++)
+                sum += load(dp.data() + j * BQ + n * W) * load(&band[r * BAND + n * W - j + BK - 1]);
+            add_lanes(&mix_sum[r * BQ], n, sum);
+        }
+    }
+
+    void distance_gradient(long j0, long nj) {
+        for (long r = 0; r < p.S && even; r++) {
+            table_gradient(r, j0, nj);
+            if (p.mix) mix_gradient(r, nj);
+        }
+        for (long j = 0; j < nj && !even; j++)
+            for (long t = 0; t < nt; t++) {
+                long e = entry(apart(t, j0 + j));
+                for (long r = 0; r < p.S && e >= 0; r++) {
+                    float ds = dp[j * BQ + t];
+                    of_table(r)[e] += ds * (p.mix ? mixT[r * BQ + t] : 1);
+                    mix_sum[r * BQ + t] += ds * p.table[(h * p.S + r) * p.L + e];
+                }
+            }
+    }
+
     // d psi(t, l) = rate * sum of dS(t, j) over j < l, from the left; then through the link to the probes.
     void path_gradient(long kb, long j0, long nj) {
         const float *path = &paths[kb * TILE], *slope = &slopes[kb * TILE];
@@ -532,6 +674,7 @@ struct Backward : Block {
                 if (p.d_rate_q || p.d_rate_k) rate_gradient(r, j0, nj);
                 if (p.d_c_k) c_gradient(r, j0, nj);
             }
+            if (p.d_table) distance_gradient(j0, nj);
         }
         if (p.d_probe_k && j0 <= token + nt - 1 && (todo[kb] || anything_before())) path_gradient(kb, j0, nj);
     }
@@ -550,7 +693,7 @@ struct Backward : Block {
             before_high[t] = before_low[t] = 0;
             drift[t] = path_sum[t] = path_mean[t] = 0;
         }
-        for (auto *sums : {&rate_sum, &rate_mean, &c_sum}) std::fill(sums->begin(), sums->end(), 0.0);
+        for (auto *sums : {&rate_sum, &rate_mean, &c_sum, &mix_sum}) std::fill(sums->begin(), sums->end(), 0.0);
         for (auto *sums : {&dq, &dpqT}) std::fill(sums->begin(), sums->end(), 0.0f);
         transpose(p.d_out + row * p.Dv, p.Dv, 1, dOT.data());
         for (long t = 0; t < nt; t++)  // a row that is not finite has weights NaN or 0, and 0 x NaN would spread
@@ -569,6 +712,7 @@ struct Backward : Block {
                 if (p.d_rate_q) p.d_rate_q[at] = rate_sum[i] - extra * rate_mean[i];
                 if (p.d_c_q) p.d_c_q[at] = -c_sum[i];
             }
+            for (long r = 0; p.d_mix && r < p.S; r++) p.d_mix[(row + t) * p.S + r] = mix_sum[r * BQ + t];
             d_rate += path_sum[t] - extra * path_mean[t];
         }
         for (long i = 0; i < nt * p.D; i++) p.d_q[row * p.D + i] = dq[i] * p.scale;

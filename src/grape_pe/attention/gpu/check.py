@@ -1,7 +1,7 @@
 """Checks one implementation of attention on a small case against float64: output, gradients, determinism.
 
-    echo '{"impl": "triton", "device": "cuda", "dtype": "bfloat16", "head_dim": 64, "value_dim": 64,
-           "bias": "slope", "masks": ["causal"]}' | python -m grape_pe.attention.gpu.check
+    python -m grape_pe.attention.gpu.check '{"impl": "triton", "device": "cuda", "dtype": "bfloat16",
+        "head_dim": 64, "value_dim": 64, "bias": "slope", "masks": ["causal"]}'
 
 prints one line of JSON, the verdict. In norm, half precision may have twice the error of the dense
 computation in the same dtype; float32 four times it, or 1e-5 relative.
@@ -10,7 +10,6 @@ computation in the same dtype; float32 four times it, or 1e-5 relative.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -25,7 +24,7 @@ from ...bias import NO_BIAS, Bias, PathBias, SlopeBias, SlopeTerm
 from .. import attend
 from . import tune
 from .store import Tiles
-from .verdict import Verdict
+from .verdict import LIMIT, Verdict
 
 #: error allowed as a multiple of the dense error in the same dtype
 HALF, FULL = 2.0, 4.0
@@ -152,7 +151,8 @@ def errors(problem: Problem, truth: Tensors, dense: Tensors, got: Tensors) -> Er
     found = {}
     for name, right in truth.items():
         size = max(right.norm().item(), 1e-30)
-        mine, plain = (((x[name].double() - right).norm().item()) / size for x in (got, dense))
+        away = ((x[name].double() - right).nan_to_num(1e30, 1e30, 1e30) for x in (got, dense))
+        mine, plain = (x.norm().item() / size for x in away)
         half = got[name].dtype in (torch.float16, torch.bfloat16)
         allowed = HALF * plain if half else max(FULL * plain, always)
         found[name] = {"error": mine, "dense": plain, "allowed": allowed}
@@ -165,32 +165,24 @@ def check(problem: Problem) -> Verdict:
     refusal = why_not(problem, tensors)
     calls = refusal is None, tuple(n for n in FEW if why_not(problem, tensors, n) is None)
     if refusal is not None and not calls[1]:
-        return Verdict(False, refusal)
+        return Verdict(refusal)
     got = evaluate(problem, tensors, *calls)
     reference = replace(problem, impl="reference")
     double = {name: tensor.double() for name, tensor in tensors.items()}
     truth, dense = (evaluate(reference, given, *calls) for given in (double, tensors))
     found = errors(problem, truth, dense, got)
-    # A NaN compares false with everything, so ask what is fine, not what is wrong.
     wrong = [name for name, row in found.items() if not row["error"] <= row["allowed"]]
     if wrong:
         row = found[max(wrong, key=lambda name: found[name]["error"] / found[name]["allowed"])]
         reason = f"wrong numbers in {', '.join(wrong)}: relative error {row['error']:.1e}, "
-        return Verdict(False, reason + f"allowed {row['allowed']:.1e}", _finite(found))
+        return Verdict(reason + f"allowed {row['allowed']:.1e}", found)
     changed: set[str] = set()
     for fill in (0.0, float("nan")):  # what memory held before must not matter
         torch.full((POISON // 4,), fill, device=problem.device)
         again = evaluate(problem, tensors, *calls)
         changed |= {name for name in got if not torch.equal(again[name], got[name])}
     differ = f"repeated calls differ in {', '.join(sorted(changed))}" if changed else None
-    return Verdict(not changed, differ, found, repeatable=not changed)
-
-
-def _finite(found: Errors) -> Errors:
-    """JSON has no NaN: -1 stands for it."""
-    return {
-        name: {key: x if math.isfinite(x) else -1.0 for key, x in row.items()} for name, row in found.items()
-    }
+    return Verdict(differ, found, repeatable=not changed)
 
 
 def safely(problem: Problem, tiles: Tiles | None = None, columns: list[Tiles] | None = None) -> Verdict:
@@ -205,18 +197,18 @@ def safely(problem: Problem, tiles: Tiles | None = None, columns: list[Tiles] | 
             tune.force(tiles)
         return check(problem)
     except torch.OutOfMemoryError as error:
-        return Verdict(False, f"no memory left on the device for the check: {error}", conclusive=False)
+        return Verdict(f"no memory left on the device for the check: {error}", conclusive=False)
     except Exception as error:
-        return Verdict(False, f"{type(error).__name__}: {error}")
+        return Verdict(f"{type(error).__name__}: {error}")
 
 
 def main() -> int:
-    given = json.load(sys.stdin)
-    limit, tiles, columns = (given.pop(name, None) for name in ("limit", "tiles", "columns"))
+    given = json.loads(sys.argv[1])
+    tiles, columns = given.pop("tiles", None), given.pop("columns", None)
     result = os.dup(1)
     os.dup2(2, 1)  # what libraries print must not mix with the result
     if hasattr(signal, "alarm"):
-        signal.alarm(int(limit or 600) + 1)  # should the parent have gone
+        signal.alarm(2 * int(LIMIT))  # should the parent have gone
     verdict = safely(Problem(**given | {"masks": tuple(given["masks"])}), tiles, columns)
     with os.fdopen(result, "w") as file:
         file.write(json.dumps(asdict(verdict)) + "\n")

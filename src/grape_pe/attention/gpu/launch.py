@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel, keys_kernel
 from .store import Case, Tiles, describe, kept_tiles, padded
 from .tile import PATCH as _PATCH
+from .tile import Kind
 
 PATCH: int = _PATCH.value
 #: bytes the path backward may spend on row sums at once; more heads follow one another
@@ -44,19 +45,21 @@ class Plan:
     """A problem with the arguments that its kernels share."""
 
     problem: AttentionProblem
+    kind: Kind
     shared: dict[str, Any]
     arch: int
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> Plan:
-        device = problem.q.device
-        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-        return cls(problem, _shared(problem), 10 * major + minor)
+    def of(cls, p: AttentionProblem, arch: int = 80) -> Plan:
+        if p.q.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(p.q.device)
+            arch = 10 * major + minor
+        kind = _kind(p)
+        return cls(p, kind, _shared(p, kind), arch)
 
     def candidates(self, kernel: str) -> tuple[Tile, ...]:
-        s = self.shared
-        width = max(s["BLOCK_D"], s["BLOCK_DV"]) * (self.problem.q.element_size() // 2)
-        skip = (width >= 128) + (width >= 256) + s["HAS_PATH"]
+        width = max(self.kind.block_d, self.kind.block_dv) * (self.problem.q.element_size() // 2)
+        skip = (width >= 128) + (width >= 256) + self.kind.path
         return TILES[kernel][min(skip, len(TILES[kernel]) - 2) :]
 
     def tuned(self, kernel: str) -> Tile | None:
@@ -74,7 +77,7 @@ class Plan:
 
         def make(tile: Tile) -> Launch:
             sizes = {"BM": tile.queries, "BN": tile.keys, "BORDER": tile.keys}
-            return Launch(kernel, grid(tile), {**self.shared, **sizes, **more}, tile)
+            return Launch(kernel, grid(tile), {**self.shared, "KIND": self.kind, **sizes, **more}, tile)
 
         return gpu.fitting(make, self.candidates(name), self.arch, lambda: self.tuned(name))
 
@@ -118,11 +121,6 @@ def _strides(name: str, x: Tensor) -> dict[str, int]:
     return {f"stride_{name}{a}": x.stride(n) for n, a in enumerate("bht")}
 
 
-def _head_strides(name: str, x: Tensor | None) -> dict[str, int]:
-    """Strides over batch and heads of a (B|1, H|1, …) tensor; zero where it is shared."""
-    return {f"{name}_{a}": 0 if x is None or x.shape[n] == 1 else x.stride(n) for n, a in enumerate("bh")}
-
-
 def first_of_document(documents: Tensor) -> Tensor:
     """For each token the first token of its document (B, T) int32: a name for the document, and a bound.
 
@@ -144,38 +142,45 @@ def end_of_document(names: Tensor) -> Tensor:
     return last.gather(-1, index)
 
 
-def _shared(p: AttentionProblem) -> dict[str, Any]:
+def _kind(p: AttentionProblem) -> Kind:
+    d, dv, probe = p.q.shape[-1], p.v.shape[-1], 8 if p.probe_q is None else p.probe_q.shape[-1]
+    tf32 = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return Kind(
+        d=d, dv=dv, p=probe, block_d=padded(d), block_dv=padded(dv), block_p=padded(probe),
+        precision=tf32 if p.q.dtype == torch.float32 else "ieee",
+        causal=p.causal, window=0 < p.window < max(p.q.shape[2], p.k.shape[2]),
+        documents=p.documents is not None, padding=p.key_padding is not None,
+        prune=prunes(p), exact=exact(p), terms=0 if p.c_q is None else p.c_q.shape[0],
+        rate_q=p.rate_q is not None, rate_k=p.rate_k is not None,
+        path=p.probe_q is not None, bounded=p.bounded,
+    )  # fmt: skip
+
+
+def _shared(p: AttentionProblem, kind: Kind) -> dict[str, Any]:
     """What the kernels are given, but for their outputs. An absent tensor is replaced by q, never read."""
 
-    def made(x: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
-        return None if x is None else change(x).contiguous()
+    def made(x: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return q if x is None else change(x).contiguous()
 
     q, k, v = _dense(p.q), _dense(p.k), _dense(p.v)
-    given = {
+    slopes = {
         "RATE_Q": made(p.rate_q, _by_head), "RATE_K": made(p.rate_k, _by_head),
         "C_Q": made(p.c_q, _in_two), "C_K": made(p.c_k, _in_two),
-        "DOCS": made(p.documents, first_of_document), "PADDING": made(p.key_padding, Tensor.byte),
-        "PROBE_Q": made(p.probe_q, _dense), "PROBE_K": made(p.probe_k, _dense), "PATH_RATE": p.path_rate,
     }  # fmt: skip
-    tensors = {name: q if x is None else x for name, x in given.items()}
-    flags = {f"HAS_{name}": given[name] is not None for name in ("RATE_Q", "RATE_K", "DOCS", "PADDING")}
     strides = _strides("q", q) | _strides("k", k) | _strides("v", v)
-    for name, field in (("rq", "RATE_Q"), ("rk", "RATE_K"), ("cq", "C_Q"), ("ck", "C_K")):
-        strides |= _head_strides(name, given[field])
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    precision = ("tf32" if tf32 else "tf32x3") if q.dtype == torch.float32 else "ieee"
-    queries, keys = q.shape[2], k.shape[2]
-    windowed = 0 < p.window < max(queries, keys)
-    probe = 8 if p.probe_q is None else p.probe_q.shape[-1]
+    for name, x in slopes.items():  # over batch and heads; zero where it is shared
+        short = name[0].lower() + name[-1].lower()
+        strides |= {
+            f"{short}_{a}": 0 if x is q or x.shape[n] == 1 else x.stride(n) for n, a in enumerate("bh")
+        }
     return {
-        "Q": q, "K": k, "V": v, **tensors, **strides, **flags,
+        "Q": q, "K": k, "V": v, **slopes, **strides,
+        "DOCS": made(p.documents, first_of_document), "PADDING": made(p.key_padding, Tensor.byte),
+        "PROBE_Q": made(p.probe_q, _dense), "PROBE_K": made(p.probe_k, _dense),
+        "PATH_RATE": q if p.path_rate is None else p.path_rate,
         "H": q.shape[1], "HKV": k.shape[1], "HP": 1 if p.probe_q is None else p.probe_q.shape[1],
-        "TQ": queries, "TK": keys, "window": p.window if windowed else 0, "scale": p.scale,
-        "patches": triton.cdiv(keys, PATCH), "CAUSAL": p.causal, "WINDOW": windowed,
-        "PRUNE": prunes(p), "EXACT": exact(p), "R": 0 if p.c_q is None else p.c_q.shape[0],
-        "HAS_PATH": p.probe_q is not None, "BOUNDED": p.bounded,
-        "D": q.shape[-1], "BLOCK_D": padded(q.shape[-1]), "DV": v.shape[-1], "BLOCK_DV": padded(v.shape[-1]),
-        "P": probe, "BLOCK_P": padded(probe), "STRIDE": STRIDE, "PRECISION": precision,
+        "TQ": q.shape[2], "TK": k.shape[2], "patches": triton.cdiv(k.shape[2], PATCH),
+        "window": p.window if kind.window else 0, "scale": p.scale, "STRIDE": STRIDE,
     }  # fmt: skip
 
 
@@ -206,27 +211,24 @@ def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 def plan_forward(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
     """Launches, each to be started before the next is asked for; `work` is filled after the last."""
-    if _few(plan.problem):
-        work.zero_()
-        yield from _plan_decode(plan, out, lse, saved)
-    else:
-        yield from _plan_walk(plan, out, lse, work, saved)
+    plan_launches = _plan_decode if _few(plan.problem) else _plan_walk
+    yield from plan_launches(plan, out, lse, work, saved)
 
 
 def _plan_keys(plan: Plan, prune: bool) -> Launch:
     """What is to be known of the keys beforehand: which are not finite, and bounds for pruning."""
-    p, s = plan.problem, plan.shared
+    p, patches = plan.problem, plan.shared["patches"]
     batch, key_heads, keys = p.k.shape[:3]
     poison = p.k.new_empty((batch, key_heads, keys), dtype=torch.float32)
     heads = p.q.shape[1] if prune else key_heads
-    bounds = poison.new_empty((batch, heads, 1 + 4 * s["R"], s["patches"])) if prune else poison
-    more = {"POISON": poison, "BOUNDS": bounds, "PRUNE": prune, "H": heads}
-    more |= {} if prune else {"R": 0, "HAS_RATE_K": False}
-    return plan.fixed(keys_kernel, s["patches"], batch * heads, more)
+    bounds = poison.new_empty((batch, heads, 1 + 4 * plan.kind.terms, patches)) if prune else poison
+    kind = replace(plan.kind, prune=prune)
+    more = {"POISON": poison, "BOUNDS": bounds, "KIND": kind, "H": heads}
+    return plan.fixed(keys_kernel, patches, batch * heads, more)
 
 
 def _plan_walk(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
-    p, prune = plan.problem, plan.shared["PRUNE"]
+    p, prune = plan.problem, plan.kind.prune
     batch, heads, rows = p.q.shape[:3]
     keys = _plan_keys(plan, prune)
     yield keys
@@ -256,11 +258,12 @@ def _few(p: AttentionProblem) -> bool:
     return p.q.shape[2] * _pack(p) <= DECODE_ROWS and not prunes(p)
 
 
-def _plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+def _plan_decode(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
     p = plan.problem
+    work.zero_()
     batch, heads, rows = p.q.shape[:3]
     pack, keys = _pack(p), p.k.shape[2]
-    start = max(0, keys - rows - plan.shared["window"] + 1) if plan.shared["WINDOW"] and p.causal else 0
+    start = max(0, keys - rows - plan.shared["window"] + 1) if plan.kind.window and p.causal else 0
     programs = batch * heads // pack
     cuda = p.q.device.type == "cuda"
     wanted = 2 * torch.cuda.get_device_properties(p.q.device).multi_processor_count if cuda else 8
@@ -273,8 +276,7 @@ def _plan_decode(plan: Plan, out: Tensor, lse: Tensor, saved: list[Tensor]) -> I
     more["BM"] = padded(rows * pack)
     yield plan.fitting(decode_kernel, lambda _: (parts, programs), more)
     end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
-    constants = {name: plan.shared[name] for name in ("EXACT", "DV", "BLOCK_DV")}
-    yield Launch(combine_kernel, (batch * heads * rows,), {**end, **constants}, Tile(1, 1, 1, 1))
+    yield Launch(combine_kernel, (batch * heads * rows,), {**end, "KIND": plan.kind}, Tile(1, 1, 1, 1))
 
 
 # ------------------------------------------------------------------------------------- backward
@@ -294,7 +296,7 @@ def backward(
 
 def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
     """Outputs of the two kernels, one for every query head; the sums over heads follow."""
-    p, s = plan.problem, plan.shared
+    p, kind = plan.problem, plan.kind
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     single = heads == p.k.shape[1]
 
@@ -306,12 +308,12 @@ def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
         "k": room(keys, p.k.shape[-1], dtype=p.k.dtype if single else torch.float32),
         "v": room(keys, p.v.shape[-1], dtype=p.v.dtype if single else torch.float32),
     }
-    if s["HAS_PATH"]:
-        grads |= {"probe_q": room(queries, s["P"]), "probe_k": room(keys, s["P"]), "path_rate": room(queries)}
+    if kind.path:
+        grads |= {"probe_q": room(queries, kind.p), "probe_k": room(keys, kind.p), "path_rate": room(queries)}
         grads["probe_k"][:, :, 0] = 0.0  # no key stands before token 0, so its edge is in no sum
-    for kind in ("rate", "c"):
-        if {f"{kind}_q", f"{kind}_k"} & set(wanted):
-            grads |= {f"{kind}_q": room(s["R"], queries), f"{kind}_k": room(s["R"], keys)}
+    for name in ("rate", "c"):
+        if {f"{name}_q", f"{name}_k"} & set(wanted):
+            grads |= {f"{name}_q": room(kind.terms, queries), f"{name}_k": room(kind.terms, keys)}
     return grads
 
 
@@ -323,36 +325,37 @@ def plan_backward(
     results: list[Tensor],
     grads: dict[str, Tensor],
 ) -> Iterator[Launch]:
-    p, s = plan.problem, plan.shared
+    p, docs = plan.problem, plan.shared["DOCS"]
+    kind = replace(plan.kind, d_rate="rate_q" in grads, d_c="c_q" in grads)
     out, lse, _, fine, first = results
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     d_out, delta = _dense(d_out), torch.empty_like(lse)
-    shared = _strides("o", d_out) | {"D_OUT": d_out, "DELTA": delta}
+    shared: dict[str, Any] = _strides("o", d_out) | {"D_OUT": d_out, "DELTA": delta}
     more: dict[str, Any] = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
-    more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH}
+    more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH, "KIND": plan.kind}
     yield plan.fixed(delta_kernel, triton.cdiv(queries, PATCH), batch * heads, shared | more)
 
     keys_step = _plan_keys(plan, False)
     yield keys_step
     shared |= {"POISON": keys_step.arguments["POISON"], "LSE": lse, "FIRST": first}
-    shared |= {"NEED_RATE": "rate_q" in grads, "NEED_C": "c_q" in grads, "heads_from": 0, "borders": 0}
+    shared |= {"KIND": kind, "heads_from": 0, "borders": 0}
     shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
     query_side, key_side = (
         {f"D_{name.upper()}": grads.get(f"{name}_{side}", lse) for name in ("rate", "c", "probe")}
         for side in "qk"
     )
     query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
-    ends = end_of_document(s["DOCS"]) if s["HAS_DOCS"] else s["DOCS"]
+    ends = end_of_document(docs) if kind.documents else docs
     key_side |= {"DK": grads["k"], "D_V": grads["v"], "DOC_ENDS": ends}
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
     key = plan.fitting(key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side)
-    border: dict[str, Any] = {"BORDER": key.tile.keys} if s["HAS_PATH"] else {}
+    border: dict[str, Any] = {"BORDER": key.tile.keys} if kind.path else {}
     query = plan.fitting(
         query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), shared | query_side | border
     )
     borders, at_once = key.grid[0], batch * heads
     sums: dict[str, Tensor] = {}
-    if s["HAS_PATH"]:
+    if kind.path:
         at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
         sums = {name: lse.new_empty(at_once * borders * queries) for name in ("CARRY", "RIGHT")}
         sums["TOTAL"] = lse.new_empty(at_once * queries)

@@ -196,10 +196,7 @@ def machine_lock(seconds: float) -> Iterator[None]:
 def kept_tiles(device: Device, case: Case) -> Tiles:
     """What `grape doctor --tune` kept for this dtype, head size and bias, whatever the masks; {} for nothing."""
     found = read("tiles", full_key(device, replace(case, masks=())))
-    with suppress(AttributeError, TypeError):
-        if all(len(tile) == 4 and all(type(n) is int for n in tile) for tile in found.values()):
-            return found  # type: ignore[no-any-return]
-    return {}
+    return found if isinstance(found, dict) else {}
 
 
 def keep_tiles(device: Device, case: Case, tiles: Tiles) -> bool:

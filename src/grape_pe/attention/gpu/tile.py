@@ -1,13 +1,19 @@
 """Device functions that the kernels share: loads of rows, slopes, paths, masks, and the range of keys.
 
 Letters: BM queries and BN keys make a tile; t is the token a query stands at, j a key. Keys run in descending
-order, so a running sum along them is the path sum from the query down. Tiles are (BM, BN), and (BN, BM) where
-KEYS, the axis of the keys, is 0. Logits are in units of log 2: log2(e) is in the scale and in the rates.
+order, so a running sum along them is the path sum from the query down. Logits are in units of log 2: log2(e) is
+in the scale and in the rates. Tiles are (BM, BN), and (BN, BM) where KEYS, the axis of the keys, is 0: a vector
+over queries is expanded at axis KEYS, one over keys at 1 - KEYS.
+
+Arguments that go together are tuples: `slopes` (RATE_Q, RATE_K, C_Q, C_K of one head), `masks` (DOCS, PADDING of
+one sequence), `at` (i, j, live_q, live_k, TQ, TK: rows, keys, which of them to read, how many there are).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -18,23 +24,40 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 #: queries that share one entry of FIRST, and keys that share one entry of BOUNDS
 PATCH: tl.constexpr = tl.constexpr(64)
+#: arguments that change from call to call and must not compile a kernel each
+LENGTHS = ["H", "HKV", "HP", "TQ", "TK", "window", "patches", "heads_from", "borders", "parts"]
+LENGTHS += ["key_from", "part_keys", *(f"{x}_{axis}" for x in ("rq", "rk", "cq", "ck") for axis in "bh")]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kernel is compiled for, besides dtypes and tile. Triton's cache keys on the repr of all fields."""
+
+    d: int  # features of q and k, of v, of probes; and each as padded
+    dv: int
+    p: int
+    block_d: int
+    block_dv: int
+    block_p: int
+    precision: str  # of products of q, k and v
+    causal: bool
+    window: bool
+    documents: bool
+    padding: bool
+    prune: bool  # whether walks may stop early
+    exact: bool  # whether row sums are to be better than the output's dtype
+    terms: int  # of slopes
+    rate_q: bool
+    rate_k: bool
+    path: bool
+    bounded: bool
+    d_rate: bool = False  # wanted gradients
+    d_c: bool = False
 
 
 @triton.jit
-def query_side(x, KEYS: tl.constexpr):
-    """A vector over queries, broadcast along the keys of a tile."""
-    if KEYS == 1:
-        return x[:, None]
-    else:
-        return x[None, :]
-
-
-@triton.jit
-def key_side(x, KEYS: tl.constexpr):
-    if KEYS == 1:
-        return x[None, :]
-    else:
-        return x[:, None]
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros((ROWS, COLUMNS), tl.float32)
 
 
 @triton.jit
@@ -62,43 +85,40 @@ def store_rows(base, start, offset, stride, keep, value, D: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def visible(
-    PADDING, DOCS, ours, t, j, TK, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_DOCS: tl.constexpr, HAS_PADDING: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+def visible(masks, ours, t, j, TK, window, KIND: tl.constexpr, KEYS: tl.constexpr):
     """True where the query at token t sees key j. `ours` are the documents of the queries."""
-    tt, jj = query_side(t, KEYS), key_side(j, KEYS)
+    tt, jj = tl.expand_dims(t, KEYS), tl.expand_dims(j, 1 - KEYS)
     seen = jj < TK
-    if CAUSAL:
+    if KIND.causal:
         seen = seen & (jj <= tt)
-    if WINDOW:
+    if KIND.window:
         seen = seen & (tt - jj < window)
-        if not CAUSAL:
+        if not KIND.causal:
             seen = seen & (jj - tt < window)
-    if HAS_DOCS:
-        theirs = tl.load(DOCS + j, mask=j < TK, other=-2)
-        seen = seen & (query_side(ours, KEYS) == key_side(theirs, KEYS))
-    if HAS_PADDING:
-        seen = seen & key_side(tl.load(PADDING + j, mask=j < TK, other=1) == 0, KEYS)
+    if KIND.documents:
+        theirs = tl.load(masks[0] + j, mask=j < TK, other=-2)
+        seen = seen & (tl.expand_dims(ours, KEYS) == tl.expand_dims(theirs, 1 - KEYS))
+    if KIND.padding:
+        seen = seen & tl.expand_dims(tl.load(masks[1] + j, mask=j < TK, other=1) == 0, 1 - KEYS)
     return seen
 
 
 @triton.jit
-def live_keys(PADDING, j, TK, HAS_PADDING: tl.constexpr):
+def live_keys(PADDING, j, TK, KIND: tl.constexpr):
     """Keys to load: a hidden key's numbers are never read, so a NaN there stays there."""
     live = j < TK
-    if HAS_PADDING:
+    if KIND.padding:
         live = live & (tl.load(PADDING + j, mask=live, other=1) == 0)
     return live
 
 
 @triton.jit
-def sound_keys(PADDING, POISON, j, TK, HAS_PADDING: tl.constexpr, MASKED: tl.constexpr):
+def sound_keys(masks, POISON, j, TK, KIND: tl.constexpr, MASKED: tl.constexpr):
     """Keys to load, and the poison of each. In a masked tile a key that is not finite is not loaded:
 
     0 * NaN would spread it to rows that do not see it. Its poison makes the logits of those that do NaN.
     """
-    live = live_keys(PADDING, j, TK, HAS_PADDING)
+    live = live_keys(masks[1], j, TK, KIND)
     poison = tl.zeros_like(j).to(tl.float32)
     if MASKED:
         poison = tl.load(POISON + j, mask=live, other=0.0)
@@ -117,42 +137,43 @@ def poison_of(POISON, begin, end):
 
 
 @triton.jit
-def slope_offset(C_Q, C_K, r, i, j, live_q, live_k, TQ, TK, KEYS: tl.constexpr):
+def _difference(C_Q, C_K, row, at, KEYS: tl.constexpr):
+    """Row `row` of C_K minus that of C_Q, for every key and query."""
+    i, j, live_q, live_k, TQ, TK = at
+    theirs = tl.expand_dims(tl.load(C_K + row * TK + j, mask=live_k, other=0.0), 1 - KEYS)
+    return theirs - tl.expand_dims(tl.load(C_Q + row * TQ + i, mask=live_q, other=0.0), KEYS)
+
+
+@triton.jit
+def slope_offset(slopes, r, at, KEYS: tl.constexpr):
     """c[j] - c[t] of term r. c is a pair of float32; both parts are differenced apart, so nothing is lost."""
-    offset = key_side(tl.load(C_K + 2 * r * TK + j, mask=live_k, other=0.0), KEYS) - query_side(
-        tl.load(C_Q + 2 * r * TQ + i, mask=live_q, other=0.0), KEYS
-    )
-    fine = key_side(tl.load(C_K + (2 * r + 1) * TK + j, mask=live_k, other=0.0), KEYS) - query_side(
-        tl.load(C_Q + (2 * r + 1) * TQ + i, mask=live_q, other=0.0), KEYS
-    )
-    return offset + fine
+    offset = _difference(slopes[2], slopes[3], 2 * r, at, KEYS)
+    return offset + _difference(slopes[2], slopes[3], 2 * r + 1, at, KEYS)
 
 
 @triton.jit
-def slope_rate(
-    RATE_Q, RATE_K, r, i, j, live_q, live_k, TQ, TK,
-    HAS_RATE_Q: tl.constexpr, HAS_RATE_K: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """rate_q[t] + rate_k[j] of term r, broadcastable to the tile."""
-    if HAS_RATE_Q and HAS_RATE_K:
-        ours = tl.load(RATE_Q + r * TQ + i, mask=live_q, other=0.0)
-        theirs = tl.load(RATE_K + r * TK + j, mask=live_k, other=0.0)
-        return query_side(ours, KEYS) + key_side(theirs, KEYS)
-    elif HAS_RATE_Q:
-        return query_side(tl.load(RATE_Q + r * TQ + i, mask=live_q, other=0.0), KEYS)
+def slope_rate(slopes, r, at, RATE_Q: tl.constexpr, RATE_K: tl.constexpr, KEYS: tl.constexpr):
+    """rate_q[t] + rate_k[j] of term r, or the one that is asked for, broadcastable to the tile."""
+    i, j, live_q, live_k, TQ, TK = at
+    if RATE_Q:
+        ours = tl.expand_dims(tl.load(slopes[0] + r * TQ + i, mask=live_q, other=0.0), KEYS)
+    if RATE_K:
+        theirs = tl.expand_dims(tl.load(slopes[1] + r * TK + j, mask=live_k, other=0.0), 1 - KEYS)
+    if RATE_Q and RATE_K:
+        return ours + theirs
+    elif RATE_Q:
+        return ours
     else:
-        return key_side(tl.load(RATE_K + r * TK + j, mask=live_k, other=0.0), KEYS)
+        return theirs
 
 
 @triton.jit
-def add_slopes(
-    x, RATE_Q, RATE_K, C_Q, C_K, i, j, live_q, live_k, TQ, TK, R: tl.constexpr,
-    HAS_RATE_Q: tl.constexpr, HAS_RATE_K: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+def add_slopes(x, slopes, at, KIND: tl.constexpr, KEYS: tl.constexpr):
     """x + sum over terms of rate * offset (Eq. A5)."""
-    for r in tl.static_range(R):
-        rate = slope_rate(RATE_Q, RATE_K, r, i, j, live_q, live_k, TQ, TK, HAS_RATE_Q, HAS_RATE_K, KEYS)
-        x += (rate * LOG2E) * slope_offset(C_Q, C_K, r, i, j, live_q, live_k, TQ, TK, KEYS)
+    TERMS: tl.constexpr = KIND.terms
+    for r in tl.static_range(TERMS):
+        rate = slope_rate(slopes, r, at, KIND.rate_q, KIND.rate_k, KEYS)
+        x += (rate * LOG2E) * slope_offset(slopes, r, at, KEYS)
     return x
 
 
@@ -193,10 +214,46 @@ def add_exactly(high, low, x):
 
 
 @triton.jit
+def path_step(PROBE_K, p, carry, top, n, t, TK, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Probes of the keys top - n, path sums to them, slopes of their edges, and the carry after them.
+
+    Column j holds the edge of token j + 1, which key j is the first to be charged for.
+    """
+    j = top - n
+    probe = load_rows(PROBE_K, top + 1, -n, KIND.p, j + 1 < TK, KIND.p, KIND.block_p, MASKED)
+    edge, slope = edges(tl.dot(p, tl.trans(probe), input_precision="tf32x3"), KIND.bounded)
+    if MASKED:
+        before = j[None, :] < t[:, None]
+        edge = tl.where(before, edge, 0.0)
+        slope = tl.where(before, slope, 0.0)
+    path = tl.cumsum(edge, 1) + (carry[0] + carry[1])[:, None]
+    return probe, path, slope, add_exactly(carry[0], carry[1], tl.sum(edge, 1))
+
+
+@triton.jit
+def softmax_step(x, v, acc, total, peak, KIND: tl.constexpr):
+    """The sums of values and weights, and the maximum, after a tile of logits x with values v.
+
+    KIND.exact: weights enter the product as two numbers of v's dtype.
+    """
+    higher = tl.maximum(peak, tl.max(x, 1))
+    # A row that has seen nothing has maximum -inf; any finite number then gives weights of zero.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    w = tl.exp2(x - anchor[:, None])
+    fade = tl.exp2(peak - anchor)
+    total = total * fade + tl.sum(w, 1)
+    coarse = w.to(v.dtype)
+    acc = tl.dot(coarse, v, acc * fade[:, None], input_precision=KIND.precision)
+    if KIND.exact:
+        fine = (w - coarse.to(tl.float32)).to(v.dtype)
+        acc = tl.dot(fine, v, acc, input_precision=KIND.precision)
+    return acc, total, higher
+
+
+@triton.jit
 def key_range(
-    DOCS, FIRST, row, i, t, TQ, TK, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_DOCS: tl.constexpr, HAS_FIRST: tl.constexpr, SIMPLE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BORDER: tl.constexpr,
+    masks, FIRST, row, i, t, TQ, TK, window, KIND: tl.constexpr, PRUNED: tl.constexpr, SIMPLE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
     """Keys [begin, end) that rows [row, row + BM) see, and `whole`: tiles before it need no mask.
 
@@ -205,15 +262,15 @@ def key_range(
     shift = TK - TQ
     begin = 0
     end = TK
-    if CAUSAL:
+    if KIND.causal:
         end = tl.minimum(TK, tl.minimum(row + BM, TQ) + shift)
-    if WINDOW:
+    if KIND.window:
         begin = tl.maximum(begin, row + shift - window + 1)
-        if not CAUSAL:
+        if not KIND.causal:
             end = tl.minimum(end, row + BM - 1 + shift + window)
-    if HAS_DOCS and CAUSAL:  # a document's name is its first token
-        begin = tl.maximum(begin, tl.min(tl.load(DOCS + t, mask=(t >= 0) & (i < TQ), other=TK), 0))
-    if HAS_FIRST:
+    if KIND.documents and KIND.causal:  # a document's name is its first token
+        begin = tl.maximum(begin, tl.min(tl.load(masks[0] + t, mask=(t >= 0) & (i < TQ), other=TK), 0))
+    if PRUNED:
         begin = tl.maximum(begin, tl.min(tl.load(FIRST + i // PATCH, mask=i < TQ, other=TK), 0))
     end = tl.maximum(end, 0)
     begin = tl.minimum(begin, end) // BN * BN
@@ -221,7 +278,7 @@ def key_range(
     whole = begin
     if SIMPLE:
         whole = TK // BN * BN
-        if CAUSAL:
+        if KIND.causal:
             whole = tl.minimum(whole, tl.maximum(row + shift, 0) // BN * BN)
         whole = tl.minimum(tl.maximum(whole, begin), end)
     return begin, whole, end

@@ -1,8 +1,7 @@
 """Times the candidate tiles on the user's GPU (`grape doctor --tune`); the launcher takes what is kept.
 
-Column n is candidate n of every kernel (launch.TILES). Each column is checked against float64 in a child process
-(check.py). Another child times the columns that passed, all of them in each round. The fastest tile of each
-kernel is kept in the cache folder, after the fastest have passed the check together.
+Column n is candidate n of every kernel (launch.TILES). A child process (check.py) times the columns, all of them in
+each round. The fastest tile of each kernel is kept in the cache folder, after they have passed the check together.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 ROUNDS = 5
 #: length of the sequences that are timed
 TOKENS = 4096
-Times = dict[str, dict[str, float]]
 
 
 def columns() -> list[Tiles]:
@@ -40,42 +38,25 @@ def columns() -> list[Tiles]:
 
 
 def tune(device: torch.device, case: Case) -> Verdict:
-    """Check and time every column in child processes, and keep the fastest tile of each kernel."""
+    """Time every column and check the fastest tiles, in child processes, and keep these."""
     return verdict.one_at_a_time(lambda: _tune(device, replace(case, masks=("causal",))))
 
 
 def _tune(device: torch.device, case: Case) -> Verdict:
-    run = functools.partial(verdict.run_case, device, case)
-    checked = [(column, run(tiles=column)) for column in columns()]
-    sound = [column for column, found in checked if found.ok]
-    if not sound:
-        return Verdict(False, f"no tile passed its check: {checked[-1][1].reason}")
-    timed = run(tokens=TOKENS, columns=sound)
+    timed = verdict.run_case(device, case, tokens=TOKENS, columns=columns())
     if not timed.ok:
-        return Verdict(False, f"the tiles could not be timed: {timed.reason}")
-    times = _passed(timed.times, sound)
-    best = {kernel: _numbers(min(found, key=found.__getitem__)) for kernel, found in times.items()}
-    last = run(tiles=best)
-    if not last.ok:
-        reason = f"the fastest tiles failed their check together: {last.reason}"
-        return Verdict(False, reason, times=times)
-    if not store.keep_tiles(describe(device), case, best):
-        return Verdict(False, "the cache folder cannot be used, so nothing is kept", times=times)
-    verdict.keep(describe(device), case, last)
-    return Verdict(True, None, times=times, tiles=best)
-
-
-def _passed(times: Times, sound: list[Tiles]) -> Times:
-    """Without tiles of columns that failed: the launcher takes another tile where one does not fit."""
-    found = {
-        kernel: {tile: x for tile, x in rows.items() if _numbers(tile) in [c.get(kernel) for c in sound]}
-        for kernel, rows in times.items()
+        return Verdict(f"the tiles could not be timed: {timed.reason}")
+    times = timed.times
+    best = {
+        kernel: [int(n) for n in min(found, key=found.__getitem__).split()] for kernel, found in times.items()
     }
-    return {kernel: rows for kernel, rows in found.items() if rows}
-
-
-def _numbers(tile: str) -> list[int]:
-    return [int(number) for number in tile.split()]
+    checked = verdict.run_case(device, case, tiles=best)
+    if not checked.ok:
+        return Verdict(f"the fastest tiles failed their check: {checked.reason}", times=times)
+    if not store.keep_tiles(describe(device), case, best):
+        return Verdict("the cache folder cannot be used, so nothing is kept", times=times)
+    verdict.keep(describe(device), case, checked)
+    return Verdict(None, times=times, tiles=best)
 
 
 # In the child process
@@ -104,7 +85,7 @@ def measured(problem: Problem, given: list[Tiles]) -> Verdict:
                 if kernel in column:
                     seconds[kernel][tile].append(spent)
     medians = {k: {t: statistics.median(x) for t, x in rows.items()} for k, rows in seconds.items()}
-    return Verdict(True, None, times=medians)
+    return Verdict(None, times=medians)
 
 
 def _launch_seconds(device: str, call: Callable[[], object]) -> dict[tuple[str, str], float]:

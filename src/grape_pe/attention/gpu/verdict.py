@@ -15,14 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -33,16 +32,15 @@ from .store import Case, Device, Tiles, describe, padded
 MODES = ("check", "on", "off")
 #: seconds the child may take: most of them are spent by Triton's compiler
 LIMIT = 300.0
-#: sent by somebody else, so they say nothing of the kernels
-FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+#: signals of a crash. Others come from outside and tell nothing of the kernels.
+CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGTRAP")
 _known: dict[tuple[Any, ...], str | None] = {}
 _warned: set[Case] = set()
-_checking = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one check, or of the timing of tiles.
+    """Result of one check, or of the timing of tiles: `reason` is None if all is well.
 
     `errors` has for the output and each gradient the relative error against float64, that of the dense
     computation in the same dtype, and what is allowed. `repeatable`: the same bits when repeated.
@@ -50,7 +48,6 @@ class Verdict:
     `times` are median seconds by kernel and tile, where tiles were timed; `tiles` are those kept.
     """
 
-    ok: bool
     reason: str | None
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     repeatable: bool = True
@@ -59,16 +56,9 @@ class Verdict:
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     tiles: Tiles = field(default_factory=dict)
 
-
-def verdict_from(found: dict[str, Any]) -> Verdict:
-    """Verdict from JSON; ValueError, TypeError or KeyError where something is missing or of another type."""
-    verdict = Verdict(**found)
-    parts = (verdict.errors, verdict.times, verdict.tiles)
-    if not isinstance(verdict.ok, bool) or not all(isinstance(x, dict) for x in parts):
-        raise TypeError("not a verdict")
-    if not verdict.ok and not isinstance(verdict.reason, str):
-        raise TypeError("a failure without a reason")
-    return verdict
+    @property
+    def ok(self) -> bool:
+        return self.reason is None
 
 
 # Trust
@@ -111,23 +101,21 @@ def _capturing(device: torch.device) -> bool:
 
 def _unchecked(case: Case) -> str:
     """The reason, and one warning: a traced program keeps its slower kernels for good."""
+    reason = "not yet checked on this device, and no check can run while tracing or capturing a graph"
     _warn_once(
         case,
-        f"the Triton kernels have not been checked on this device ({case}), and no check can run while "
-        "torch.compile traces or a CUDA graph is captured, so this program takes slower kernels. Call the "
-        "model once without torch.compile first, or run `grape doctor`. GRAPE_TRITON=on skips the check, "
-        "GRAPE_TRITON=off silences this warning.",
+        f"the Triton attention kernels ({case}): {reason}, so this program takes slower kernels. Call the model "
+        "once without torch.compile or CUDA graphs first, or run `grape doctor`. GRAPE_TRITON=on skips the check.",
     )
-    return "not yet checked on this device, and no check can run while tracing or capturing a graph"
+    return reason
 
 
 def _failed(device: Device, case: Case, verdict: Verdict) -> str:
     _warn_once(
         case,
         f"the Triton attention kernels failed their check on {device.name} ({case}): {verdict.reason}. The "
-        "next implementation is used instead, which is slower; attend.explain(…) says which. "
-        "GRAPE_TRITON=off silences this warning; `grape doctor` checks again. Please report it with the "
-        "file that `grape doctor --out doctor.json` writes.",
+        "next implementation is used instead, which is slower. `grape doctor` checks again. Please report it "
+        "with the file that `grape doctor --out doctor.json` writes.",
     )
     return f"its check failed on this device: {verdict.reason}"
 
@@ -135,7 +123,7 @@ def _failed(device: Device, case: Case, verdict: Verdict) -> str:
 def _warn_once(case: Case, text: str) -> None:
     if case not in _warned:
         _warned.add(case)
-        warnings.warn(f"grape-pe: {text}", stacklevel=2)
+        warnings.warn(f"grape-pe: {text} GRAPE_TRITON=off silences this warning.", stacklevel=2)
 
 
 # Stored verdicts
@@ -149,8 +137,8 @@ def _key(device: Device, case: Case) -> dict[str, Any]:
 def stored(device: Device, case: Case) -> Verdict | None:
     """The verdict in the cache folder, or None."""
     try:
-        return verdict_from(store.read("triton", _key(device, case)))
-    except (ValueError, TypeError, KeyError):
+        return Verdict(**store.read("triton", _key(device, case)))
+    except TypeError:
         return None
 
 
@@ -180,18 +168,18 @@ def check(device: torch.device, case: Case, again: bool = False) -> Verdict:
     return one_at_a_time(find)
 
 
-def run_case(device: torch.device, case: Case, **more: Any) -> Verdict:
-    """The Triton kernels, checked in a child process; `more` as in check.main."""
-    return run({**asdict(case), "impl": "triton", "device": str(device), **more})
-
-
 def one_at_a_time(work: Callable[[], Verdict]) -> Verdict:
     """The result of `work`, while no other process of this machine checks or tunes."""
     try:
-        with _checking, store.machine_lock(4 * LIMIT):
+        with store.machine_lock(4 * LIMIT):
             return work()
     except TimeoutError:
-        return Verdict(False, "another process has been checking for too long", conclusive=False)
+        return Verdict("another process has been checking for too long", conclusive=False)
+
+
+def run_case(device: torch.device, case: Case, **more: Any) -> Verdict:
+    """The Triton kernels, checked in a child process; `more` as in check.main."""
+    return run({**asdict(case), "impl": "triton", "device": str(device), **more})
 
 
 # The child process: its crash, its hang and whatever it prints do no harm
@@ -202,33 +190,28 @@ def command() -> list[str]:
 
 
 def run(description: dict[str, Any]) -> Verdict:
-    """Start the child with `description` as JSON on its standard input, and read the verdict it prints.
+    """Start the child with `description` as JSON, and read the verdict it prints.
 
     Through files: a process that the child leaves behind would keep a pipe open.
     """
     start = time.monotonic()
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(json.dumps({**description, "limit": LIMIT}).encode())
-        given.seek(0)
+    path = filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")))  # this very package
+    environment = {**os.environ, "GRAPE_TRITON": "on", "PYTHONPATH": os.pathsep.join(path)}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             child = subprocess.Popen(
-                command(), stdin=given, stdout=out, stderr=err, env=_environment(), start_new_session=True
-            )
+                [*command(), json.dumps(description)], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
         except OSError as problem:
-            return Verdict(False, f"the check could not start: {problem}", conclusive=False)
-        code = _wait(child)
-        out.seek(0)
-        err.seek(0)
-        verdict = _read(
-            code, *(file.read().decode(errors="replace").strip().splitlines() for file in (out, err))
-        )
+            return Verdict(f"the check could not start: {problem}", conclusive=False)
+        verdict = _read(_wait(child), _last_line(out), _last_line(err))
     return replace(verdict, seconds=time.monotonic() - start)
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with this very package first on the path."""
-    path = filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")))
-    return {**os.environ, "GRAPE_TRITON": "on", "PYTHONPATH": os.pathsep.join(path)}
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().rpartition("\n")[2]
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int | None:
@@ -246,15 +229,13 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
                 child.wait(5)
 
 
-def _read(code: int | None, out: list[str], err: list[str]) -> Verdict:
-    if code is not None and code >= 0:
-        try:
-            return verdict_from(json.loads(out[-1]))
-        except (ValueError, TypeError, KeyError, IndexError):
-            last = f": {err[-1][:300]}" if err else ""
-            return Verdict(False, f"it ended with code {code} and no readable result{last}", conclusive=False)
-    names = {number.value: number.name for number in signal.Signals}
-    name = "SIGALRM" if code is None else names.get(-code, f"signal {-code}")
-    if name == "SIGALRM":  # the child's own clock, see check.main
-        return Verdict(False, f"it did not end within {LIMIT:g} seconds")
-    return Verdict(False, f"it ended with {name}", conclusive=name not in FROM_OUTSIDE)
+def _read(code: int | None, out: str, err: str) -> Verdict:
+    if code is None:
+        return Verdict(f"it did not end within {LIMIT:g} seconds")
+    if code < 0:
+        name = next((x.name for x in signal.Signals if x == -code), f"signal {-code}")
+        return Verdict(f"it ended with {name}", conclusive=name in CRASHES)
+    try:
+        return Verdict(**json.loads(out))
+    except (ValueError, TypeError):
+        return Verdict(f"it ended with code {code} and no readable result: {err[:300]}", conclusive=False)

@@ -88,14 +88,11 @@ def _problems(report: dict[str, Any]) -> list[str]:
     found = list(report["conflicts"])
     if report["cpu_kernel"]["failed"]:
         found.append(f"the CPU kernel could not be built: {report['cpu_kernel']['reason']}")
-    for row in report["checks"]:
+    for row in [*report["checks"], *(report["tiles"] or ())]:
         if row["status"] == "failed":
-            what = f"{row['impl']} on {row['device']}, {row['dtype']}, bias {row['bias']}"
-            found.append(f"{what}, {'+'.join(row['masks'])}: {row['reason']}")
-    for row in report["tiles"] or ():
-        if row["status"] == "failed":
-            what = f"{row['device']}, {row['dtype']}, heads of {row['head_dim']}, bias {row['bias']}"
-            found.append(f"tiles on {what}: {row['reason']}")
+            what = f"{row['impl']} on" if "impl" in row else "tiles on"
+            more = f", {'+'.join(row['masks'])}" if "impl" in row else f", heads of {row['head_dim']}"
+            found.append(f"{what} {row['device']}, {row['dtype']}, bias {row['bias']}{more}: {row['reason']}")
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention import attend
+from ...attention.attend import IMPLEMENTATIONS, attend
 from ...attention.gpu import check, tune, verdict
 from ...attention.gpu.api import why_not_device
 from ...attention.gpu.check import OURS, Problem, Tensors, inputs, why_not
@@ -45,11 +45,10 @@ class Plan:
 def plan(device: str, level: str) -> Plan:
     """`level` is quick, normal or full."""
     cuda, full = device != "cpu", level == "full"
-    main = ("bfloat16",) if cuda else ("float32",)
-    more = ("float16", "float32") if cuda else ("bfloat16",)
+    dtypes = ("bfloat16", "float16", "float32") if cuda else ("float32", "bfloat16")
     tokens = {"quick": 0, "normal": 4096 if cuda else 1024, "full": 8192 if cuda else 4096}[level]
     return Plan(
-        dtypes=main + (more if full else ()),
+        dtypes=dtypes if full else dtypes[:1],
         heads=(64, 128) if cuda and level != "quick" else (64,),
         masks=(CAUSAL, ALL_MASKS) if full else (CAUSAL,),
         tokens=tokens,
@@ -85,10 +84,7 @@ class Row:
 
 
 def implementations() -> list[str]:
-    """The names `attend` knows, without auto."""
-    q = torch.zeros(1, 1, 1, 1)
-    found = attend.explain(q, q, q)
-    return sorted({found.impl, *found.why_not})
+    return sorted(IMPLEMENTATIONS)
 
 
 def devices() -> list[str]:
@@ -120,18 +116,14 @@ def _checked(problem: Problem, what: Plan, crashed: dict[str, str]) -> Row:
     row = Row(p.device, p.dtype, p.head_dim, p.masks, p.bias, p.impl, "refused")
     refusal = why_not(p, tensors)
     if refusal is not None and why_not(p, tensors, 1) is not None:
-        return replace(row, reason=scrub(_short(refusal)))
+        reason = refusal.split("cannot do this: ", 1)[-1].split("; these can", 1)[0]
+        return replace(row, reason=scrub(reason))
     row = replace(row, call="training" if refusal is None else "decoding")
     if p.impl == "flex" and not what.compiles:
         return replace(row, reason="checked with --full only: it compiles for minutes")
     if p.impl in crashed:
         return replace(row, status="failed", reason=scrub(crashed[p.impl]))
     return _with_verdict(row, _verdict(p, what))
-
-
-def _short(refusal: str) -> str:
-    """The reason alone of "impl='x' cannot do this: reason; these can: y"."""
-    return refusal.split("cannot do this: ", 1)[-1].split("; these can", 1)[0]
 
 
 def _verdict(problem: Problem, what: Plan) -> Verdict:
@@ -161,7 +153,7 @@ def tile_rows(device: str, what: Plan, progress: Callable[[str], None]) -> Itera
     for dtype, heads, bias in itertools.product(what.dtypes, what.heads, BIASES):
         progress(f"{device}, {dtype}, heads of {heads}, bias {bias}: timing tiles")
         place, status = torch.device(device), "refused"
-        found = Verdict(False, why_not_device(place, getattr(torch, dtype)))
+        found = Verdict(why_not_device(place, getattr(torch, dtype)))
         if found.reason is None:
             found = tune.tune(place, Case(dtype, heads, heads, bias))
             status = "kept" if found.ok else "failed"
@@ -204,7 +196,7 @@ def _call(row: Row, problem: Problem, t: Tensors, function: Callable[..., Tensor
 
 
 def _torch(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """Causal attention without bias; a single query sees every key."""
+    """Causal attention without bias; a single query needs no mask."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
 
 

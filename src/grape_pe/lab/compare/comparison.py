@@ -202,31 +202,50 @@ def join_directory(root: Path, comparison: Comparison, threads: int) -> Comparis
     Returns the comparison with all that the directory holds.
     """
     path = root / COMPARISON
+    kept: dict[str, Any] = {}
     if path.exists():
-        before = _read(path)
-        comparison = _joined(root, before, comparison, threads)
+        found = read_json(path, RESTORE)
+        before = read_described(found, path, RESTORE)
+        comparison = joined(root, before, comparison, threads)
         if comparison == before.comparison:
             return comparison
-    write_json(path, _described(comparison, threads))
+        kept = {name: found[name] for name in ("data", "elsewhere") if name in found}
+    write_json(path, {**_described(comparison, threads), **kept})
     return comparison
 
 
+def check_data(root: Path, data: dict[str, Any]) -> None:
+    """Refuse to go on with other text than the comparison was begun with."""
+    said = read_json(root / COMPARISON, RESTORE)
+    before = said.get("data")
+    if before is None:
+        write_json(root / COMPARISON, {**said, "data": data})
+    elif before != data:
+        raise LabError(
+            f"{root} holds a comparison on other data ({before} -> {data}); the built-in text depends on the versions "
+            f"of Python and torch, which were {said.get('versions')}: use those, or another --out"
+        )
+
+
 @dataclass(frozen=True)
-class _Before:
+class Begun:
+    """A comparison that was begun, and the threads of its runs."""
+
     comparison: Comparison
     threads: int
 
 
-def _read(path: Path) -> _Before:
-    said = read_json(path, RESTORE)
+def read_described(said: dict[str, Any], path: Path, remedy: str) -> Begun:
+    """From the content of compare.json."""
     try:
         old = checked(Comparison, said["comparison"], list(Comparison.model_fields))
-        return _Before(old, int(said["threads"]))
+        return Begun(old, int(said["threads"]))
     except (KeyError, TypeError, LabError) as problem:
-        raise damaged(path, problem, RESTORE) from None
+        raise damaged(path, problem, remedy) from None
 
 
-def _joined(root: Path, before: _Before, new: Comparison, threads: int) -> Comparison:
+def joined(root: Path, before: Begun, new: Comparison, threads: int) -> Comparison:
+    """The arms, seeds and tasks of both; whatever else differs is refused by name. `root` is named in errors."""
     old = before.comparison
     fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name", "note", "evidence"}
     changed = [name for name in sorted(fixed) if getattr(old, name) != getattr(new, name)]
@@ -255,6 +274,15 @@ def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
         "arms": [arm.described() for arm in comparison.arms],
         "seeds": list(range(comparison.seeds)),
         "tasks": comparison.tasks,
+        **surroundings(),
+        "threads": threads,
+        "comparison": comparison.model_dump(),
+    }  # fmt: skip
+
+
+def surroundings() -> dict[str, Any]:
+    """Where and how this process runs."""
+    return {
         "versions": {
             "grape-pe": __version__, "torch": torch.__version__, "python": platform.python_version(),
         },
@@ -264,6 +292,4 @@ def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
             "name": platform.machine(),
         },
         "command": " ".join(["grape", *sys.argv[1:]]),
-        "threads": threads,
-        "comparison": comparison.model_dump(),
     }  # fmt: skip

@@ -5,7 +5,6 @@ Each task gets a fresh process, so its memory is its own. Only processes started
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ...encodings.own import ModuleImportError, import_modules
+from ...encodings.registry import own_modules
 from ..errors import LabError
+from ..orphans import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def run_side_by_side(tasks: Sequence[Task], places: int, tick: Callable[[], None
 def _start(task: Task, place: int) -> _Running:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_child, args=(theirs, place, task.call, task.arguments))
+    process = spawn.Process(target=_child, args=(theirs, own_modules(), place, task.call, task.arguments))
     with _interrupts_held():
         process.start()
     theirs.close()
@@ -75,11 +77,14 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _child(answer: Connection, place: int, call: Callable[..., int], arguments: tuple[Any, ...]) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+def _child(
+    answer: Connection, modules: list[str], place: int, call: Callable[..., int], arguments: tuple[Any, ...]
+) -> None:
+    end_with_parent()
     try:
+        import_modules(modules)  # encodings of the user's own
         answer.send(call(place, *arguments))
-    except LabError as problem:
+    except (LabError, ModuleImportError) as problem:
         answer.send(str(problem))
 
 

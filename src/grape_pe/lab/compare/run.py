@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from ...encodings.registry import only_here
+from ..errors import LabError
 from ..files import locked, read_json, write_text
 from ..progress import ProgressLine
 from ..report import read_results, write_report
 from ..train.distributed import World
 from ..train.feed import open_feed
 from ..train.run_directory import read_metrics
+from .archive import restore
 from .comparison import (
     AGAIN,
     COMPARISON,
@@ -28,6 +31,7 @@ from .comparison import (
     RESULTS,
     Comparison,
     Job,
+    check_data,
     jobs,
     join_directory,
     make_directory,
@@ -38,27 +42,49 @@ from .processes import Task, run_side_by_side
 
 
 def compare(
-    comparison: Comparison, out: str | os.PathLike[str], *, side_by_side: int = 0, quiet: bool = False
+    comparison: Comparison,
+    out: str | os.PathLike[str],
+    *,
+    side_by_side: int = 0,
+    quiet: bool = False,
+    start: Path | None = None,
 ) -> Path:
     """Run what is missing of a comparison and write its results and report; returns the report's path.
 
     Args:
         side_by_side: runs at once; 0 for one on each GPU, or else one on each core.
+        start: a file of `grape report --jsonl`; the runs in it count as done.
     """
     root = Path(out)
+    _check_importable(comparison)
     places = side_by_side or torch.cuda.device_count() or available_cores()
     make_directory(root)
     with locked(root):
+        if start is not None:
+            restore(start, root, comparison, _threads(places))
         if (root / COMPARISON).exists():
             read_results([root])  # a damaged file is named before anything runs or is written
         comparison = join_directory(root, comparison, _threads(places))
         if comparison.language:
-            open_feed(comparison.recipe, World())  # prepared once, before many ask for it
+            feed = open_feed(comparison.recipe, World())  # prepared once, before many ask for it
+            check_data(root, feed.identity)
         for stage in (trials, jobs):  # a run needs the learning rate that its sweep found
             missing = [job for job in stage(comparison) if not finished(job, root)]
             if missing:
                 _run_all(missing, comparison, root, places, quiet)
         return summarise(root, comparison)
+
+
+def _check_importable(comparison: Comparison) -> None:
+    """Runs are processes of their own, which import the encodings of users."""
+    for arm in comparison.arms:
+        for name in [arm.encoding] if isinstance(arm.encoding, str) else arm.encoding:
+            for part in name.partition("@")[0].split("+"):
+                if only_here(part):
+                    raise LabError(
+                        f"the encoding {part!r} is defined in this session, where other processes cannot find it; "
+                        "write its class to a file and import that, as in: import mine"
+                    )
 
 
 def available_cores() -> int:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import LabError
+from ..orphans import end_with_parent
 from .shards import Tokens
 from .sources import Chunk
 from .tokenizer import TextTokenizer, load_tokenizer
@@ -79,16 +78,8 @@ def _start(directory: str) -> None:
     global _tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _tokenizer = load_tokenizer(directory)
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed cannot tell its workers."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def _work(chunk: Chunk) -> EncodedChunk:

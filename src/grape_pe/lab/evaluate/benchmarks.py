@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ...extras import require
-from ..errors import LabError
 from ..files import write_json, writing
+from ..pretrained import GGUF, load_pretrained
 from ..train.checkpoint import cause
 from ..train.distributed import default_device
+from .questions import EvaluationError, check_questions, task_files
 
 PAPER_TASKS = {
     "arc_easy": "ARC-E",
@@ -30,10 +31,6 @@ PAPER_TASKS = {
 METRICS = ("acc", "acc_norm")
 #: samples behind the standard error of a score that is no mean; that of a mean needs none, but not 0
 BOOTSTRAP = 1000
-
-
-class EvaluationError(LabError):
-    """Something the user can put right: an unknown task, a checkpoint that is none, a missing dataset."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,7 @@ def evaluate(
     tasks: Sequence[str] = tuple(PAPER_TASKS),
     *,
     include: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
     shots: int = 0,
     limit: int | None = None,
     batch_size: int = 8,
@@ -114,35 +112,51 @@ def evaluate(
         model, tokenizer: of transformers; `GrapeForCausalLM`, an adapted model or any other.
         tasks: names lm_eval knows, or those of task files in `include`.
         include: a directory of task files (YAML), which may point at local data: nothing is then fetched.
+        data: a directory with the questions of the paper's tasks, TASK.jsonl each; nothing is fetched.
         shots: examples in the prompt. limit: at most so many samples of each task.
     """
     lm_eval = require("lm_eval", "eval")
-    manager = _task_manager(tasks, include)
+    check_tasks(tasks, include, data)
     wrapper = require("lm_eval.models.huggingface", "eval").HFLM
     wrapped = wrapper(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=str(model.device))
     try:
-        found = lm_eval.simple_evaluate(
-            model=wrapped, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
-            bootstrap_iters=BOOTSTRAP, log_samples=False,
-        )  # fmt: skip
+        with task_files(tasks, include, data) as place:
+            found = lm_eval.simple_evaluate(
+                model=wrapped, tasks=list(tasks), num_fewshot=shots, limit=limit,
+                task_manager=_task_manager(tasks, place), bootstrap_iters=BOOTSTRAP, log_samples=False,
+            )  # fmt: skip
     except (ConnectionError, FileNotFoundError) as error:
         raise EvaluationError(
-            f"a dataset could not be read: {error}. Without a network, download it beforehand or give local "
-            "task files with --include"
+            f"a dataset could not be read: {error}. Without a network, download it beforehand or give "
+            "local questions with --data, or task files with --include"
         ) from error
     encoding = model.config.to_dict().get("encoding")
     scores = {name: _score(found, name) for name in tasks}
     return Scores(checkpoint, encoding, shots, limit, scores)
 
 
+def check_tasks(
+    tasks: Sequence[str],
+    include: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
+) -> None:
+    """Refuse tasks that cannot be run, before any model is."""
+    if not tasks:
+        raise EvaluationError(f"no task given; the paper's are {', '.join(PAPER_TASKS)}")
+    if include is not None and data is not None:
+        raise EvaluationError("give --include (task files) or --data (questions), not both")
+    if include is not None and not Path(include).is_dir():
+        raise EvaluationError(f"--include must be a directory of task files, got {include}")
+    if data is not None:
+        check_questions(tasks, Path(data))
+    else:
+        _task_manager(tasks, include)
+
+
 def _task_manager(tasks: Sequence[str], include: str | os.PathLike[str] | None) -> Any:
     """lm_eval's index of tasks; its thousands of own ones are read only if one of them is asked for."""
     index = require("lm_eval.tasks", "eval").TaskManager
-    if not tasks:
-        raise EvaluationError(f"no task given; the paper's are {', '.join(PAPER_TASKS)}")
     if include is not None:
-        if not Path(include).is_dir():
-            raise EvaluationError(f"--include must be a directory of task files, got {include}")
         local = index(include_path=str(include), include_defaults=False)
         if set(tasks) <= set(local.all_tasks):
             return local
@@ -180,7 +194,10 @@ def _float(value: Any) -> float | None:
 
 
 def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any, Any]:
-    """Model and tokenizer from a directory or Hub name; importing grape_pe.hf makes our models known."""
+    """Model and tokenizer from a directory, GGUF file or Hub name; importing grape_pe.hf makes our models known."""
+    if checkpoint.endswith(GGUF):
+        loaded, words = load_pretrained(Path(checkpoint))
+        return loaded.to(default_device()), words
     transformers = require("transformers", "hf")
     require("grape_pe.hf", "hf")
     try:

@@ -41,6 +41,7 @@ class LayerView:
     shifts: dict[str, Tensor] = field(default_factory=dict)
     window: int | None = None
     sinks: int = 0
+    scale: float | None = None  # of the scores, if not 1 / sqrt(D)
 
     @property
     def length(self) -> int:
@@ -57,7 +58,7 @@ class LayerView:
         """(B, H, T, T): the softmax weights."""
         code = self.code
         unit = torch.eye(self.length, dtype=code.q.dtype).expand(*code.k.shape[:2], -1, -1)
-        masks: dict[str, Any] = {"window": self.window, "sinks": self.sinks}
+        masks: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "scale": self.scale}
         return attend(code.q, code.k, unit, bias=code.bias, impl="reference", **masks).double()
 
 
@@ -65,19 +66,15 @@ class LayerView:
 def observe(model: Decoder, tokens: Tensor) -> list[LayerView]:
     """Run the model on tokens (T,) or (B, T) and keep what every layer's encoding saw."""
     tokens = (tokens[None] if tokens.dim() == 1 else tokens).to(model.head.device)
-    seen: list[tuple[Encoding, Sample, Encoded]] = []
     gates: list[dict[str, Tensor]] = [{} for _ in model.model.layers]
-    encodings = {id(e): e for e in (model.model.encoding_of(i) for i in range(len(model.model.layers)))}
-    hooks = [e.register_forward_hook(_keeper(seen), with_kwargs=True) for e in encodings.values()]
+    hooks: list[Any] = []
     for kept, block in zip(gates, model.model.layers, strict=True):
         shift = block.self_attn.kv_shift  # type: ignore[union-attr]
         if shift is not None:
             hooks += [_keep_gate(shift.gate_k, kept, "key"), _keep_gate(shift.gate_v, kept, "value")]  # type: ignore[union-attr]
-    training = model.training
     try:
-        model.eval()(tokens)
+        seen = watch(model, model.model.encodings(), tokens)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     layers = [block.self_attn for block in model.model.layers]
@@ -85,6 +82,24 @@ def observe(model: Decoder, tokens: Tensor) -> list[LayerView]:
         LayerView(i, *each, gates[i], layers[i].window, layers[i].sinks)  # type: ignore[union-attr,arg-type]
         for i, each in enumerate(seen)
     ]
+
+
+@torch.no_grad()
+def watch(
+    model: Any, encodings: Sequence[Encoding], tokens: Tensor
+) -> list[tuple[Encoding, Sample, Encoded]]:
+    """Run `model(tokens)` and keep what went into and came out of its encodings, in the order of the calls."""
+    seen: list[tuple[Encoding, Sample, Encoded]] = []
+    different = {id(e): e for e in encodings}.values()
+    hooks = [e.register_forward_hook(_keeper(seen), with_kwargs=True) for e in different]
+    training = model.training
+    try:
+        model.eval()(tokens)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return seen
 
 
 def _keeper(seen: list[tuple[Encoding, Sample, Encoded]]) -> Callable[..., None]:

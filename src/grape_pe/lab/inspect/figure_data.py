@@ -53,7 +53,7 @@ def picture(model: Decoder, tokens: Tensor, words: list[str]) -> dict[str, Any]:
     views = observe(model, row)
     config = model.config
     return {
-        **picture_of(_spread(views, LAYERS), words),
+        **picture_of(spread(views, LAYERS), words),
         "encoding": config.encoding_label,
         "kv_shift": config.kv_shift,
         "layers_total": config.layers,
@@ -108,7 +108,7 @@ def _or(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first
 
 
-def _spread(items: Sequence[Any], limit: int) -> list[Any]:
+def spread(items: Sequence[Any], limit: int) -> list[Any]:
     """At most `limit` of them, the first and the last included."""
     if len(items) <= limit:
         return list(items)
@@ -127,7 +127,7 @@ def _curves(layer: int, pairs: Tensor | None, at: Sequence[int]) -> Iterator[dic
         return
     found = by_distance(pairs, at)
     shared = bool((found == found[:1]).all())
-    for head in [0] if shared else _spread(range(found.shape[0]), HEADS):
+    for head in [0] if shared else spread(range(found.shape[0]), HEADS):
         mean, low, high = (_rounded(found[head, :, i]) for i in range(3))
         entry = {"layer": layer, "head": None if shared else head, "mean": mean}
         yield entry | ({"low": low, "high": high} if low != high else {})
@@ -139,7 +139,7 @@ def _spectrum(view: LayerView) -> Iterator[dict[str, Any]]:
     if found is None:
         return
     now, initial = found
-    for group in _spread(range(now.shape[0]), HEADS):
+    for group in spread(range(now.shape[0]), HEADS):
         entry = {
             "layer": view.layer,
             "head": group if now.shape[0] > 1 else None,
@@ -150,7 +150,7 @@ def _spectrum(view: LayerView) -> Iterator[dict[str, Any]]:
 
 def _gates(view: LayerView) -> Iterator[dict[str, Any]]:
     for gate in gates(view):
-        heads = _spread(range(gate.values.shape[0]), HEADS)
+        heads = spread(range(gate.values.shape[0]), HEADS)
         levels = torch.tensor(QUANTILES, dtype=torch.float64)
         quantiles = torch.stack([_sampled(gate.values[head]).quantile(levels) for head in heads])
         shared = gate.values.shape[0] == 1
@@ -171,7 +171,7 @@ def _singular(view: LayerView, at: Sequence[int]) -> Iterator[dict[str, Any]]:
     values, _ = singular_values(view, at)
     if values is None or bool((values == 1).all()):  # a rotation: nothing to draw
         return
-    for head in _spread(range(values.shape[0]), HEADS):
+    for head in spread(range(values.shape[0]), HEADS):
         larger, smaller = (_rounded(values[head, :, i]) for i in range(2))
         yield {"layer": view.layer, "head": head, "larger": larger, "smaller": smaller}
 
@@ -181,7 +181,7 @@ def _reach(view: LayerView, attention: Tensor, at: Sequence[int]) -> Iterator[di
     bias = view.bias()
     every = range(view.length)
     means = None if bias is None else by_distance(bias, every)[..., 0].tolist()
-    for head in _spread(range(len(half)), HEADS):
+    for head in spread(range(len(half)), HEADS):
         entry = {"layer": view.layer, "head": head, "half": half[head], "most": most[head]}
         if means is not None:
             entry["bias_half"] = bias_reach(means[head], every, 0.5)
@@ -190,7 +190,7 @@ def _reach(view: LayerView, attention: Tensor, at: Sequence[int]) -> Iterator[di
 
 def _heatmaps(layer: int, pairs: Tensor) -> Iterator[dict[str, Any]]:
     """The lower triangle of the first tokens: row t has t + 1 entries."""
-    for head in _spread(range(pairs.shape[1]), HEADS):
+    for head in spread(range(pairs.shape[1]), HEADS):
         square = pairs[0, head, :WINDOW, :WINDOW]
         rows = [_rounded(square[t, : t + 1]) for t in range(square.shape[0])]
         yield {"layer": layer, "head": head, "rows": rows}

@@ -27,8 +27,9 @@ from ...encodings.base import NoPE
 from ...encodings.path import PaTH
 from ...encodings.rotary import ContextualRotary
 from ...models import Decoder
-from ...testing import TOL, scores
+from ...testing import TOL, relative_law_error
 from ..errors import LabError
+from ..written import read_name
 from .capture import (
     LayerView,
     attention_reach,
@@ -134,17 +135,21 @@ def inspect(what: str, heads: int = 8, head_dim: int = 64, tokens: int = 128) ->
     """Inspect a checkpoint's directory or an encoding by name.
 
     Args:
-        what: a run, its final/, a directory written by `save_decoder`, or a name such as "rope+fox".
+        what: a run, its final/, a directory written by `save_decoder`, or a name such as "rope+fox" or
+            "fox[forget_bias=4]".
         heads, head_dim: of an encoding by name.
     """
     if Path(what).is_dir():
         return inspect_checkpoint(Path(what))
+    name, options = read_name(what)
     try:
-        encoding = build(what, heads=heads, head_dim=head_dim, width=heads * head_dim)
+        encoding = build(name, heads=heads, head_dim=head_dim, width=heads * head_dim, **options)
     except (TypeError, ValueError) as problem:
-        raise LabError(f"{_unknown(what)}{problem}") from None
+        raise LabError(f"{_unknown(name)}{' '.join(str(problem).split())}") from None
+    if encoding.coords > 1:
+        raise LabError(f"{what}: grape inspect shows encodings over distances in a text; leave coords at 1")
     view = observe_encoding(encoding, tokens)
-    drawn = encoding_picture(encoding, what, tokens)
+    drawn = encoding_picture(encoding, name, tokens)
     return _inspection(what, what, "random tokens, initial state", [view], drawn)
 
 
@@ -250,9 +255,7 @@ def _histograms(view: LayerView) -> list[Histogram]:
 
 def relative_law_residual(view: LayerView, shift: int = SHIFT, tokens: int = 96) -> float:
     """The largest relative change of a causal score when every position moves by `shift`."""
-    data = view.data.cut(slice(0, tokens))
-    here, moved = (scores(view.encoding, data.at(p)).tril() for p in (data.positions, data.positions + shift))
-    return float(((moved - here).abs() / here.abs().clamp_min(1.0)).max())
+    return relative_law_error(view.encoding, view.data.cut(slice(0, tokens)), shift=shift)
 
 
 def _law(view: LayerView) -> Law:

@@ -7,7 +7,7 @@
 from .page import report_page, write_report
 from .reading import read_results
 from .results import Results
-from .text import markdown, results_json, summary, table, write_jsonl
+from .text import markdown, results_json, summary, table
 
 __all__ = [
     "Results",
@@ -17,6 +17,5 @@ __all__ = [
     "results_json",
     "summary",
     "table",
-    "write_jsonl",
     "write_report",
 ]

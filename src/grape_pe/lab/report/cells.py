@@ -12,11 +12,12 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell shows; `value` is what the page sorts by, `small` an interval."""
+    """What a cell shows; `value` is what the page sorts by, `small` an interval, `picture` an SVG."""
 
     text: str = ""
     value: float | None = None
     small: str = ""
+    picture: str = ""
 
     def __str__(self) -> str:
         return f"{self.text} ({self.small})" if self.small else self.text

@@ -108,6 +108,26 @@
   document.querySelectorAll("thead button").forEach((button) =>
     button.addEventListener("click", () => sortBy(button)));
 
+  // Rows and sections with data-words are shown if they have every word of the field and of the pressed buttons.
+  const field = document.querySelector("input.filter"), picks = [...document.querySelectorAll(".pick")];
+
+  function filter() {
+    const pressed = picks.filter((pick) => pick.getAttribute("aria-pressed") === "true");
+    const wanted = [...field.value.toLowerCase().split(/\s+/), ...pressed.map((pick) => pick.dataset.word)];
+    for (const item of document.querySelectorAll("[data-words]"))
+      item.hidden = !wanted.every((word) => item.dataset.words.includes(word));
+    const rows = [...document.querySelectorAll("tr[data-words]")];
+    document.querySelector(".count").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
+  }
+
+  if (field) {
+    field.addEventListener("input", filter);
+    picks.forEach((pick) => pick.addEventListener("click", () => {
+      pick.setAttribute("aria-pressed", String(pick.getAttribute("aria-pressed") !== "true"));
+      filter();
+    }));
+  }
+
   function sortBy(button) {
     const head = button.closest("th"), table = button.closest("table"), body = table.tBodies[0];
     const column = [...head.parentNode.children].indexOf(head);

@@ -50,17 +50,17 @@ def report_page(results: Results) -> str:
 
     parts = [
         _answer(results, looks, shown("ranking")),
-        _part("loss", "Loss", loss_figures(results, looks), after=shown("budgets", "lengths", "far")),
+        part("loss", "Loss", loss_figures(results, looks), after=shown("budgets", "lengths", "far")),
         _tasks(results),
-        _part("lm", "Language tasks", after=shown("lm")),
-        _part("cost", "Speed and memory", cost_figures(results, looks)),
-        _part("rates", "Learning rates", after=shown("sweep")),
-        _pictures(results, looks),
-        _part(
-            "about", "How this was measured", after="".join(map(_recipe_html, results.recipes)), link="Method"
+        part("lm", "Language tasks", after=shown("lm")),
+        part("cost", "Speed and memory", cost_figures(results, looks)),
+        part("rates", "Learning rates", after=shown("sweep")),
+        pictures(results, looks),
+        part(
+            "about", "How this was measured", after="".join(map(recipe_html, results.recipes)), link="Method"
         ),
     ]
-    return page(_title(results), [part for part in parts if part.body], _legend(results.arms, looks))
+    return page(_title(results), [part for part in parts if part.body], legend(results.arms, looks))
 
 
 def _title(results: Results) -> str:
@@ -77,7 +77,7 @@ class Part:
     figures: Sequence[Figure] = ()
 
 
-def _part(
+def part(
     key: str, title: str, figures: Sequence[Figure] = (), small: Sequence[Figure] = (),
     *, lead: str = "", after: str = "", link: str = "",
 ) -> Part:  # fmt: skip
@@ -122,17 +122,24 @@ def _answer(results: Results, looks: Looks, table: str) -> Part:
 
 
 def table_html(table: Table, looks: Looks) -> str:
-    """A table that can be sorted by its headings; one that is a part of its own has that part's title."""
-    heads = _each('<th scope="col"><button type="button">{}</button></th>', ("encoding", *table.heads))
-    rows = "".join(
-        f"<tr>{_row_head(label, looks.get(label))}{''.join(map(_cell, cells))}</tr>"
+    """A table with its title (but for one that is a part of its own), caption and notes."""
+    rows = [
+        f"<tr>{_row_head(label, looks.get(label))}{''.join(map(cell_html, cells))}</tr>"
         for label, cells in table.rows
-    )
+    ]
     title = f"<h3>{escape(table.title)}</h3>" if table.title and table.key not in ("lm", "sweep") else ""
     return (
-        f'{title}<div class="scroll" tabindex="0"><table id="table-{table.key}"><thead><tr>{heads}</tr></thead>'
-        f'<tbody>{rows}</tbody></table></div><p class="caption">{escape(table.caption)}</p>'
-        f"{_each(NOTE, table.notes)}"
+        f"{title}{sortable(table.key, table.heads, rows)}"
+        f'<p class="caption">{escape(table.caption)}</p>{_each(NOTE, table.notes)}'
+    )
+
+
+def sortable(key: str, heads: Iterable[str], rows: Iterable[str]) -> str:
+    """A table of encodings that can be sorted by its headings."""
+    columns = _each('<th scope="col"><button type="button">{}</button></th>', ("encoding", *heads))
+    return (
+        f'<div class="scroll" tabindex="0"><table id="table-{key}"><thead><tr>{columns}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
@@ -141,28 +148,30 @@ def _row_head(label: str, style: Style | None) -> str:
     return f'<th scope="row" data-value="{escape(label)}">{swatch}{escape(label)}</th>'
 
 
-def _cell(cell: Cell) -> str:
+def cell_html(cell: Cell) -> str:
     small = f"<small>{escape(cell.small)}</small>" if cell.small else ""
     value = "" if cell.value is None else cell.value
-    return f'<td data-value="{value}">{escape(cell.text) or "–"}{small}</td>'
+    return f'<td data-value="{value}">{cell.picture}{escape(cell.text) or ("" if cell.picture else "–")}{small}</td>'
 
 
-def _legend(arms: Sequence[ArmResults], looks: Looks) -> str:
+def legend(arms: Sequence[ArmResults], looks: Looks) -> str:
     chips = "".join(
         f'<button type="button" class="chip" aria-pressed="true" data-arm="{escape(arm.label)}">'
         f"{looks[arm.label].swatch}{escape(arm.label)}</button>"
         for arm in arms
     )
-    return f'<div class="legend"><p>Click hides and shows, a double click shows one alone</p>{chips}</div>'
+    return (
+        f'<div class="legend"><p>Click to hide or show; double-click to show only this one</p>{chips}</div>'
+    )
 
 
 def _tasks(results: Results) -> Part:
     figures, small = task_figures(results)
     deep = " Small panels: how deep in the text the thing to find stood (0% is the beginning)."
-    return _part("tasks", "Tasks", figures, small, lead="Numbers are percent." + (deep if small else ""))
+    return part("tasks", "Tasks", figures, small, lead="Numbers are percent." + (deep if small else ""))
 
 
-def _pictures(results: Results, looks: Looks) -> Part:
+def pictures(results: Results, looks: Looks) -> Part:
     blocks, figures = "", []
     for index, arm in enumerate(in_order(results)):
         if arm.picture is not None:
@@ -170,7 +179,7 @@ def _pictures(results: Results, looks: Looks) -> Part:
             blocks += picture_html(arm.label, arm.picture, made, looks[arm.label], opened=not blocks)
             figures += made
     lead = "What each encoding learned to do: the first seed's model reads a sample text. Best first."
-    return replace(_part("pictures", "Pictures", lead=lead, after=blocks), figures=figures)
+    return replace(part("pictures", "Pictures", lead=lead, after=blocks), figures=figures)
 
 
 def picture_html(
@@ -194,7 +203,7 @@ def picture_page(label: str, picture: Mapping[str, Any]) -> str:
     return page(f"{label}: a position encoding", [Part("picture", "Picture", body, figures)])
 
 
-def _recipe_html(recipe: Recipe) -> str:
+def recipe_html(recipe: Recipe) -> str:
     shown = {
         "command": recipe.command,
         "seeds": ", ".join(map(str, recipe.seeds)),
@@ -211,19 +220,19 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def page(title: str, sections: Sequence[Part], legend: str = "") -> str:
-    """The whole document: styles, contents, sections, figures as data, plotly once, and the script."""
+    """The whole document: styles, contents, sections, figures as data with plotly if there are any, and the script."""
     payload = {figure.key: figure.payload() for section in sections for figure in section.figures}
     data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     links = "".join(f'<a href="#{s.key}">{escape(s.link)}</a>' for s in sections)
     body = "".join(f'<section id="{s.key}">{s.body}</section>' for s in sections)
-    plotly = require("plotly.offline", "lab").get_plotlyjs()
+    plotly = f"<script>{require('plotly.offline', 'lab').get_plotlyjs()}</script>" if payload else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f'<style>{palette_css()}\n{_asset("page.css")}</style></head><body><div class="page">'
         f'<aside class="side"><nav aria-label="Contents">{links}</nav>{legend}</aside>'
         f'<main>{body}</main></div><script type="application/json" id="figures">{data}</script>'
-        f"<script>{plotly}</script><script>{_asset('page.js')}</script></body></html>\n"
+        f"{plotly}<script>{_asset('page.js')}</script></body></html>\n"
     )
 
 

@@ -73,6 +73,11 @@ def text_blocks(results: Results, length: int) -> Blocks:
     return blocks(found, pooled=False) if same_text else Blocks()
 
 
+def speed_blocks(results: Results) -> Blocks:
+    """Logarithms of the training speeds, seed by seed, so that differences are ratios."""
+    return _blocks(results, lambda run: math.log(run.tokens_per_second) if run.tokens_per_second else None)
+
+
 def diverged_at(arm: ArmResults, tokens: int) -> bool:
     """Whether a run of this arm ended without a loss at this budget."""
     return any((tokens, None) in run.at_budgets.items() for run in arm.evaluations.values())
@@ -194,5 +199,10 @@ def _row(results: Results, arm: ArmResults, found: Blocks, far: Blocks, tasks: B
 
 def _status(arm: ArmResults, left_out: int) -> str:
     """Empty when every seed is there and compared."""
-    counts = {"diverged": arm.diverged, "not done": arm.missing, "of a seed that others lack": left_out}
-    return ", ".join(f"{n} of {len(arm.language)} {what}" for what, n in counts.items() if n)
+    runs, planned = len(arm.language), arm.planned  # planned: tasks too
+    counts = [
+        (arm.diverged, runs, "diverged"),
+        (arm.missing, planned, "not done"),
+        (left_out, runs, "of a seed that others lack"),
+    ]
+    return ", ".join(f"{n} of {total} {what}" for n, total, what in counts if n)

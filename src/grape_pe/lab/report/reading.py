@@ -9,7 +9,7 @@ results.arms[0].language[0].evaluation.val_loss
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def read_results(places: Sequence[Path]) -> Results:
 
 def _source(place: Path, notes: list[str]) -> Source:
     if place.suffix == ".jsonl":
-        return _from_file(place)
+        return _from_file(place, notes)
     if (place / "compare.json").exists():
         return _from_comparison(place, notes)
     if (place / CONFIG).exists():
@@ -92,7 +92,7 @@ def _recipe(name: str, stored: StoredComparison) -> Recipe:
     return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command)
 
 
-def _from_file(path: Path) -> Source:
+def _from_file(path: Path, notes: list[str]) -> Source:
     """Results without the runs' directories: no training curves and no pictures."""
     if not path.is_file():
         raise LabError(f"there is no file {path}; grape report RESULTS --jsonl {path} writes one")
@@ -101,15 +101,25 @@ def _from_file(path: Path) -> Source:
         arms = {each.label: Arm.parse(each.label) for each in found}
         tasks = dict.fromkeys(each.task for each in found if each.task)
         stored = StoredComparison(arms=list(arms.values()), tasks=list(tasks))
-    language = any(each.kind == "language" for each in found)
+    language = bool(stored.comparison.get("language", any(each.kind == "language" for each in found)))
+    notes.extend(_elsewhere(stored))
     return _recipe(path.stem, stored), stored.tasks, list(_Runs(Path(), found, []).arms(stored, language))
 
 
 def _from_comparison(directory: Path, notes: list[str]) -> Source:
     stored = read_comparison(directory / "compare.json")
+    notes.extend(_elsewhere(stored))
     runs = _Runs(directory, read_lines(directory / "results.jsonl")[1], notes)
     arms = list(runs.arms(stored, bool(stored.comparison.get("language", True))))
     return _recipe(directory.resolve().name, stored), stored.tasks, arms
+
+
+def _elsewhere(stored: StoredComparison) -> Iterator[str]:
+    for place in stored.elsewhere:
+        said = ", ".join(
+            f"{k} {v}" for part in place.values() if isinstance(part, dict) for k, v in part.items()
+        )
+        yield f"some runs were made elsewhere ({said}): compare losses, not speeds"
 
 
 @dataclass(frozen=True)
@@ -125,9 +135,11 @@ class _Runs:
             label = arm.label
             seeds = dict.fromkeys((*stored.seeds, *(each.seed for each in self.lines if each.label == label)))
             text = {seed: self.language_run(label, seed) for seed in seeds if language}
-            scores = {seed: tuple(self.scores(stored.tasks, label, seed)) for seed in seeds}
+            probes = {(t, seed): self.probe(t, label, seed) for t in stored.tasks for seed in seeds}
+            scores = {seed: tuple(_scores(probes, seed)) for seed in seeds}
             options = {**_recipe_options(stored), **arm.options}
-            yield ArmResults(label, arm.model_copy(update={"options": options}), 0, text, scores)
+            done = {run: found is not None for run, found in probes.items()}
+            yield ArmResults(label, arm.model_copy(update={"options": options}), 0, text, scores, done)
 
     def evaluation(self, run: Path, label: str, seed: int, task: str | None = None) -> Evaluation | None:
         path, kind = run / "evaluation.json", "task" if task else "language"
@@ -143,10 +155,14 @@ class _Runs:
         picture = _picture(run / "picture.json", self.notes)
         return LanguageRun(seed, self.evaluation(run, label, seed), *curves(read_metrics(run)), picture)
 
-    def scores(self, tasks: Sequence[str], label: str, seed: int) -> Iterator[Score]:
-        for task in tasks:
-            found = self.evaluation(self.directory / "tasks" / task / f"{label}-s{seed}", label, seed, task)
-            yield from (score.model_copy(update={"task": task}) for score in (found.scores if found else ()))
+    def probe(self, task: str, label: str, seed: int) -> Evaluation | None:
+        return self.evaluation(self.directory / "tasks" / task / f"{label}-s{seed}", label, seed, task)
+
+
+def _scores(probes: Mapping[tuple[str, int], Evaluation | None], seed: int) -> Iterator[Score]:
+    for (task, of), found in probes.items():
+        if of == seed and found is not None:
+            yield from (score.model_copy(update={"task": task}) for score in found.scores)
 
 
 def _recipe_options(stored: StoredComparison) -> dict[str, Any]:
@@ -222,4 +238,9 @@ def _joined(ours: ArmResults, theirs: ArmResults, notes: list[str]) -> ArmResult
         notes.append(f"{ours.label}: seed {seeds} is in several directories; the first counts")
     kept = {s: run for s, run in ours.language.items() if run.evaluation or s not in theirs.language}
     scores = {**theirs.scores, **{s: each for s, each in ours.scores.items() if each}}
-    return replace(ours, language=dict(sorted({**theirs.language, **kept}.items())), scores=scores)
+    probes = {
+        **theirs.probes,
+        **{run: done for run, done in ours.probes.items() if done or run not in theirs.probes},
+    }
+    language = dict(sorted({**theirs.language, **kept}.items()))
+    return replace(ours, language=language, scores=scores, probes=probes)

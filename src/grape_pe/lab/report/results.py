@@ -39,6 +39,7 @@ class ArmResults:
     recipe: int
     language: Mapping[int, LanguageRun]
     scores: Mapping[int, tuple[Score, ...]] = field(default_factory=dict)
+    probes: Mapping[tuple[str, int], bool] = field(default_factory=dict)  # task and seed: whether it is done
 
     @property
     def evaluations(self) -> dict[int, Evaluation]:
@@ -55,8 +56,12 @@ class ArmResults:
         return sum(run.diverged for run in self.language.values())
 
     @property
+    def planned(self) -> int:
+        return len(self.language) + len(self.probes)
+
+    @property
     def missing(self) -> int:
-        return sum(run.evaluation is None for run in self.language.values())
+        return self.planned - len(self.evaluations) - sum(self.probes.values())
 
     @property
     def picture(self) -> Mapping[str, Any] | None:

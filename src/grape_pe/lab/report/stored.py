@@ -116,6 +116,7 @@ class StoredComparison(Stored):
     versions: dict[str, Any] = {}
     command: str = ""
     comparison: dict[str, Any] = {}
+    elsewhere: list[dict[str, Any]] = []
 
 
 def curve(pairs: Iterable[tuple[Any, Any]]) -> dict[float, float]:
@@ -151,7 +152,8 @@ def read_lines(path: Path) -> tuple[StoredComparison | None, list[Evaluation]]:
     """results.jsonl: a line for each run, and in a file that `grape report --jsonl` wrote first compare.json."""
     lines = read_json_lines(path, REWRITE)
     first = [line for line in lines if line.get("kind") == "comparison"]
-    runs = [checked(Evaluation, line, path, REWRITE) for line in lines if line.get("kind") != "comparison"]
+    measured = [line for line in lines if line.get("kind") not in ("comparison", "trial")]
+    runs = [checked(Evaluation, line, path, REWRITE) for line in measured]
     return checked(StoredComparison, first[0], path, REWRITE) if first else None, runs
 
 

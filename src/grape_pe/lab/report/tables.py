@@ -38,7 +38,8 @@ def ranking_table(results: Results) -> Table:
     caption = (
         "Mean ± standard deviation over seeds. “Behind the best” compares runs of the same seed; with it the 95% "
         "interval, simultaneous over all pairs: where it stays above zero, the difference is beyond chance. The ± "
-        "of two encodings may overlap all the same, because a seed moves both together."
+        "of two encodings may overlap all the same, because a seed moves both together. Speeds include whatever else "
+        "the machine did."
     )
     if results.tasks:
         kinds = sorted({scored_by(results, task) for task in results.tasks})

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ..errors import LabError
-from ..files import write_text
 from .ranking import budget_blocks, length_blocks, ranking, text_blocks, trend_blocks
-from .results import ArmResults, Results
+from .results import Results
 from .statistics import Blocks
 from .tables import sweeps, tables
 from .verdict import verdict
 
 
-def table(results: Results) -> str:
-    """The tables as text of at most 100 columns, the ranking first."""
-    return "\n\n".join((each.title and f"{each.title}:\n") + each.text() for each in tables(results))
+def table(results: Results, limit: int | None = None) -> str:
+    """The tables, or the first `limit`, as text of at most 100 columns, the ranking first."""
+    return "\n\n".join((each.title and f"{each.title}:\n") + each.text() for each in tables(results)[:limit])
 
 
-def summary(results: Results) -> str:
-    """Tables, verdict and notes: what a terminal shows."""
+def summary(results: Results, limit: int | None = None) -> str:
+    """Tables (or the first `limit`), verdict and notes: what a terminal shows."""
     answer = verdict(results)
-    lines = [table(results), "", answer.headline, *(f"  {each}" for each in answer.details)]
+    lines = [table(results, limit), "", answer.headline, *(f"  {each}" for each in answer.details)]
     return "\n".join([*lines, *(f"Note: {note}" for note in results.notes)])
 
 
@@ -77,39 +73,3 @@ def _against(found: Blocks, best: str = "") -> dict[str, Any]:
 
 def _by_seed(values: Mapping[int, float]) -> dict[str, float]:
     return {str(seed): value for seed, value in values.items()}
-
-
-def write_jsonl(results: Results, out: Path) -> Path:
-    """Write what a report reads as one file that `grape report` takes: the comparison, then a line for each run."""
-    if len(results.recipes) != 1:
-        names = ", ".join(recipe.name for recipe in results.recipes)
-        raise LabError(
-            f"--jsonl needs one recipe, these have {len(results.recipes)} ({names}); write a file for each"
-        )
-    recipe = results.recipes[0]
-    arms = [{**arm.arm.described(), "label": arm.label} for arm in results.arms]
-    about = {name: getattr(recipe, name) for name in ("seeds", "machine", "versions", "command")}
-    about |= {"recipe": recipe.settings, "arms": arms, "tasks": results.tasks}
-    runs = [line for arm in results.arms for line in _lines(arm, results)]
-    lines = [{"kind": "comparison", **about}, *runs]
-    write_text(out, "".join(json.dumps(_rounded(line)) + "\n" for line in lines))
-    return out
-
-
-def _lines(arm: ArmResults, results: Results) -> Iterator[dict[str, Any]]:
-    """The runs of an arm, as the lines of results.jsonl."""
-    for run in arm.evaluations.values():
-        yield {"kind": "language", **run.model_dump(exclude_defaults=True), "label": arm.label}
-    for seed, scores in arm.scores.items():
-        for task in results.tasks if scores else ():
-            found = [score.model_dump() for score in scores if score.task == task]
-            yield {"kind": "task", "label": arm.label, "seed": seed, "task": task, "scores": found}
-
-
-def _rounded(value: Any) -> Any:
-    """Eight digits: more than a loss has."""
-    if isinstance(value, float):
-        return float(f"{value:.8g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -14,6 +14,7 @@ from .ranking import (
     loss_blocks,
     ranking,
     scored_by,
+    speed_blocks,
     task_blocks,
     text_blocks,
     trend_blocks,
@@ -64,8 +65,9 @@ def _nothing_comparable(results: Results) -> str:
 
 def _task_verdict(results: Results, rows: list[Row]) -> Verdict:
     """Without text to model, the tasks decide."""
+    details = tuple(_missing_sentences(results))
     if not rows or rows[0].tasks is None:
-        return Verdict("There is no finished run yet, so there is nothing to rank.", (), None, ())
+        return Verdict("There is no finished run yet, so there is nothing to rank.", details, None, ())
     best, others, found = rows[0].label, [row.label for row in rows[1:]], task_blocks(results)
     known = found.means.keys() >= {best, *others}
     tied = tuple(label for label in others if not known or not found.apart(label, best))
@@ -78,7 +80,7 @@ def _task_verdict(results: Results, rows: list[Row]) -> Verdict:
     else:
         end = ", beyond chance against every other."
     lead = f"{best} scores highest on the tasks, {rows[0].tasks.mean:.0%} ({_scores_named(results)})"
-    return Verdict(lead + end, (), best, tied)
+    return Verdict(lead + end, details, best, tied)
 
 
 def _headline(rows: list[Row], tied: tuple[str, ...], found: Blocks) -> str:
@@ -99,9 +101,13 @@ def _scores_named(results: Results) -> str:
 
 
 def _details(results: Results, rows: list[Row], found: Blocks) -> list[str]:
-    sentences = [_gap_sentence(rows, found), _behind_sentence(rows, found), *_missing_sentences(results)]
+    sentences = [*_missing_sentences(results), _gap_sentence(rows, found), _behind_sentence(rows, found)]
     sentences += [_noisy_sentence(found), *_trend_sentences(results), _sweep_sentence(results)]
-    sentences += [_long_sentence(results, rows), _task_sentence(results, rows), _cost_sentence(rows)]
+    sentences += [
+        _long_sentence(results, rows),
+        _task_sentence(results, rows),
+        _cost_sentence(results, rows[0].label),
+    ]
     return [sentence for sentence in (*sentences, _scale_sentence(results, rows)) if sentence]
 
 
@@ -180,14 +186,25 @@ def _behind_sentence(rows: list[Row], found: Blocks) -> str:
 
 def _missing_sentences(results: Results) -> list[str]:
     """Runs that diverged or are not done, by name: they are part of the answer."""
-    out = []
-    for arm in results.arms:
-        runs = f"of {len(arm.language)} runs"
-        if arm.diverged:
-            out.append(f"{arm.label} diverged in {arm.diverged} {runs}, so it is not ranked.")
-        if arm.missing:
-            out.append(f"{arm.label} has {arm.missing} {runs} not done; arms are compared on shared seeds.")
-    return out
+    diverged = [
+        f"{arm.label} diverged in {arm.diverged} of {len(arm.language)} runs, so it is not ranked."
+        for arm in results.arms
+        if arm.diverged
+    ]
+    return [*_progress_sentences(results), *diverged]
+
+
+def _progress_sentences(results: Results) -> list[str]:
+    """How many runs are done, where some are not."""
+    planned = sum(arm.planned for arm in results.arms)
+    waiting = {arm.label: arm.missing for arm in results.arms if arm.missing}
+    if not waiting:
+        return []
+    named = ", ".join(f"{label} {count}" for label, count in waiting.items())
+    return [
+        f"{planned - sum(waiting.values())} of {planned} runs done; not done: {named}. "
+        "Arms are compared on the seeds that all of those with results have."
+    ]
 
 
 def _noisy_sentence(found: Blocks) -> str:
@@ -235,14 +252,20 @@ def _task_sentence(results: Results, rows: list[Row]) -> str:
     )
 
 
-def _cost_sentence(rows: list[Row]) -> str:
-    speeds, best = {row.label: row.speed.mean for row in rows if row.speed}, rows[0].label
-    if len(speeds) < 2 or best not in speeds:
+def _cost_sentence(results: Results, best: str) -> str:
+    """Speeds are those of the whole run, with whatever else the machine did: claimed only beyond that noise."""
+    found = speed_blocks(results)
+    if len(found.means) < 2 or best not in found.means:
         return ""
-    fastest = max(speeds, key=lambda label: speeds[label])
-    if fastest == best:
-        return f"{best} also trains fastest, {speeds[best]:,.0f} tokens a second."
-    return f"{best} trains {1 - speeds[best] / speeds[fastest]:.0%} slower than {fastest}, the fastest."
+    fastest = found.order[-1]
+    if found.margin is None:
+        return ""
+    if fastest == best or not found.apart(best, fastest):
+        return (
+            f"No encoding trains faster than {best} beyond chance; grape bench train times them side by side."
+        )
+    slower = 1 - math.exp(found.means[best] - found.means[fastest])
+    return f"{best} trains {slower:.0%} slower than {fastest}, the fastest."
 
 
 def _scale_sentence(results: Results, rows: list[Row]) -> str:

@@ -56,7 +56,7 @@ def score(
     Args:
         seed: of the test rows, which no training run draws from.
         samples: rows of each cell at the training length. Longer cells get fewer, so that they read about as
-            many tokens; `Score.samples` says how many it were.
+            many tokens; `Score.samples` is the number used.
         lengths: 1, 2, 4, 8 and 16 times the training length unless given.
         batch: rows read together; by default as many as make 16k tokens.
     """

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written in the background, whole or invisible, readable by any number of ranks.
+"""Checkpoints of a run: written in the background, atomic, readable by any number of ranks.
 
 The tensors are safetensors files of torch.distributed.checkpoint, a shard each rank; the rest is JSON.
-A checkpoint is written under a hidden name and renamed when it is whole.
+A checkpoint is written under a hidden name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,13 @@ class Checkpoints:
     Args:
         directory: RUN/checkpoints. keep: newest ones kept; the best one is kept besides, and those of
             the steps in `always`.
+        frozen: also write parameters that are not trained; without them they must be loaded beforehand.
     """
 
-    def __init__(self, directory: Path, keep: int, among: World, always: Sequence[int] = ()) -> None:
+    def __init__(
+        self, directory: Path, keep: int, among: World, always: Sequence[int] = (), frozen: bool = True
+    ) -> None:
+        self.options = replace(OPTIONS, ignore_frozen_params=not frozen)
         self.directory, self.keep, self.world = directory, keep, among
         self.always = {checkpoint_name(step) for step in always}
         self.pending: tuple[Future[Any], Path, Path] | None = None
@@ -91,7 +95,7 @@ class Checkpoints:
         scratch = self.directory / f"{SCRATCH}{final.name}"
         self.world.agree(self._prepare(scratch, progress))
         writing = dcp.async_save(
-            _tensors(*get_state_dict(model, optimizer, options=OPTIONS)),
+            _tensors(*get_state_dict(model, optimizer, options=self.options)),
             storage_writer=HuggingFaceStorageWriter(str(scratch), save_distributed=True),
             process_group=self.world.background,
             no_dist=self.world.size == 1,
@@ -166,12 +170,14 @@ class Checkpoints:
         found = self.found() or ([] if start is None else [start])
         if not found:
             return TrainingState()
-        weights, moments = get_state_dict(model, optimizer, options=OPTIONS)
+        weights, moments = get_state_dict(model, optimizer, options=self.options)
         tensors = _tensors(weights, moments)
         _read(tensors, found[-1], self.world.size == 1)
         moments = {**moments, **_part("optimizer.", tensors)}
         weights = _part("model.", tensors)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=OPTIONS)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=self.options
+        )
         return read_state(found[-1])
 
 

@@ -7,6 +7,7 @@ import platform
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ import torch
 import yaml
 
 from ... import __version__
-from ..config import RunConfig, differences, validated
+from ..config import RunConfig, checked, differences, field_names
 from ..errors import LabError
 from ..files import (
     LOCK,
@@ -32,10 +33,14 @@ CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl
 
 
 class RunDirectory:
-    """Open a run's directory for writing; as a context it is locked against a second process."""
+    """Open a run's directory for writing; it is locked against a second process until `close`.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    Args:
+        before: names that may be there before the run begins.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], before: Sequence[str] = ()) -> None:
+        self.path, self.before = Path(path), before
         self.lock: Any = None
 
     def open(self, config: RunConfig, data: dict[str, Any], *, resume: bool) -> Self:
@@ -64,7 +69,7 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise LabError(f"--out must be a directory, but {self.path} is a file")
         entries = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        begun = {LOCK, ENVIRONMENT, *(f"{SCRATCH}{name}" for name in (ENVIRONMENT, CONFIG))}
+        begun = {LOCK, ENVIRONMENT, *self.before, *(f"{SCRATCH}{name}" for name in (ENVIRONMENT, CONFIG))}
         if not entries - begun:  # also what is left if it was killed before its first step
             return
         if CONFIG not in entries:
@@ -75,7 +80,7 @@ class RunDirectory:
             raise LabError(
                 f"{self.path} already holds a run; continue it with --resume, or give another --out"
             )
-        changed = differences(read_config(self.path), config)
+        changed = differences(read_config(self.path, type(config)), config)
         if changed:
             raise LabError(
                 f"{self.path} was begun with another configuration ({'; '.join(changed)}); "
@@ -91,7 +96,7 @@ class RunDirectory:
             raise LabError(f"the data of {self.path} have changed since it was begun: {before} -> {data}")
 
 
-def read_config(path: Path) -> RunConfig:
+def read_config(path: Path, kind: type[RunConfig] = RunConfig) -> RunConfig:
     """The configuration a run was begun with."""
     place, remedy = path / CONFIG, "restore it from a copy, or train again in another --out"
     try:
@@ -103,7 +108,7 @@ def read_config(path: Path) -> RunConfig:
     if not isinstance(said, dict):
         raise damaged(place, f"expected settings by name, got {type(said).__name__}", remedy)
     try:
-        return validated(said)
+        return checked(kind, said, field_names(kind))
     except LabError as problem:
         raise damaged(place, problem, remedy) from None
 

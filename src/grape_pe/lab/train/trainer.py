@@ -115,6 +115,8 @@ def _stopped_by(problem: OSError, directory: Path) -> str:
 class Trainer:
     """A model, its optimizer, its data and its directory."""
 
+    saves_frozen = True  # whether checkpoints hold parameters that are not trained
+
     def __init__(
         self,
         config: RunConfig,
@@ -125,13 +127,12 @@ class Trainer:
         start: Path | None = None,
     ) -> None:
         self.config, self.directory, self.feed, self.world, self.quiet = config, directory, feed, among, quiet
-        self.decoder = Decoder(config.model.decoder(feed.batches.vocab_size))
-        initialise(self.decoder, config.seed)
-        self.flops = flops_per_token(self.decoder.config, config.data.sequence)
+        self.decoder = self._build()
+        self.flops = self._flops()
         self.model: nn.Module = spread(self.decoder, config.train, among)
-        self.optimizer = adamw(self.decoder, config.train)
+        self.optimizer = self._optimizer()
         self.checkpoints = Checkpoints(
-            directory / "checkpoints", config.train.keep, among, config.train.checkpoint_at
+            directory / "checkpoints", config.train.keep, among, config.train.checkpoint_at, self.saves_frozen
         )
         self.checkpoints.clean()
         self.progress = self.checkpoints.restore(self.model, self.optimizer, start)
@@ -145,6 +146,19 @@ class Trainer:
             quiet or not among.first,
         )
         self.tokens, self.seconds = 0, 0.0
+
+    def _build(self) -> Any:
+        """The model before its first step."""
+        decoder = Decoder(self.config.model.decoder(self.feed.batches.vocab_size))
+        initialise(decoder, self.config.seed)
+        return decoder
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return adamw(self.decoder, self.config.train)
+
+    def _flops(self) -> float | None:
+        """FLOPs of a token in training, if they are known."""
+        return flops_per_token(self.decoder.config, self.config.data.sequence)
 
     def run(self) -> Outcome:
         """Train to the last step, or until a signal asks to stop."""
@@ -206,7 +220,7 @@ class Trainer:
         """Gradients of the global batch and one step along them: (loss, gradient norm, tokens, signal)."""
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("share", 1.0)  # of groups with a rate of their own
         counts = [int((part.targets >= 0).sum()) for part in parts]
         predicted, tokens, written, *asked = self.world.total(
             sum(counts), sum(p.tokens.numel() for p in parts), self.checkpoints.written, *signals.counts()
@@ -295,7 +309,7 @@ class Trainer:
         self.metrics.write("train", done, {
             "loss": loss, "lr": rate, "grad_norm": norm,
             "tokens": done * self.config.tokens_per_step, "tokens_per_second": speed,
-            "mfu": None if peak is None else self.flops * speed / (peak * self.world.size),
+            "mfu": None if peak is None or self.flops is None else self.flops * speed / (peak * self.world.size),
             "memory_bytes": peak_memory(self.world.device),
         })  # fmt: skip
 

@@ -266,7 +266,7 @@ def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]
 
 
 class _Refused(Exception):
-    """The library said that it does not do this."""
+    """The library refused the case with an error."""
 
 
 def _arguments(case: Case) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
+from ...bias import Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias, TileBias
 from ...encodings.path import PaTHBias
 
 
@@ -27,8 +27,9 @@ def dense_attention(
         logits = logits + extra.to(working)
     if logits.numel() == 0:
         return torch.einsum("bhtj,bhjd->bhtd", logits, values).to(v.dtype)
+    visible = visible & (logits != -torch.inf)  # a table may end in -inf
     seen = visible.any(-1, keepdim=True)
-    weight = logits.masked_fill(seen & ~visible, -torch.inf).softmax(-1) * seen
+    weight = logits.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0).softmax(-1) * seen
     return torch.einsum("bhtj,bhjd->bhtd", weight, values).to(v.dtype)
 
 
@@ -56,6 +57,8 @@ def dense_bias(bias: Bias, scale: float, working: torch.dtype) -> Tensor | None:
             return sum(_slope(term, working) for term in bias.terms)  # type: ignore[return-value]
         case PathBias():
             return _path(bias, working)
+        case DistanceBias():
+            return _distance(bias, working)
         case PaTHBias():
             return scale * path_product(bias.query["q"], *(bias.key[name] for name in ("k", "w", "beta")))
         case TileBias():
@@ -88,6 +91,33 @@ def _path(bias: PathBias, working: torch.dtype) -> Tensor:
     j, token = torch.arange(keys)[:, None], torch.arange(keys)
     between = ((token > j) & (token <= t)).to(working)  # (t, j, l)
     return bias.rate.to(working)[..., None] * torch.einsum("bhtl,tjl->bhtj", edge, between)
+
+
+def _distance(bias: DistanceBias, working: torch.dtype) -> Tensor:
+    """One-hot rows of distances times the table: (B|1, t, j, L) and (H|1, R, L)."""
+    apart = (bias.position_q[:, 0, :, None] - bias.position_k[:, 0, None, :]).long()
+    numbers = bias.table[0, :, 0].to(working)
+    if bias.profile is not None:
+        values = bias.profile(apart, numbers)
+        inside = torch.ones_like(apart, dtype=torch.bool)
+    else:
+        entries = torch.arange(numbers.shape[-1]) + bias.first
+        inside = (apart >= entries[0]) & (apart <= entries[-1])
+        near = apart.clamp(int(entries[0]), int(entries[-1]))
+        values = torch.einsum("btjl,hrl->hrbtj", (near[..., None] == entries).to(working), numbers)
+    mix = torch.ones(1, 1, 1, values.shape[1], dtype=working) if bias.weight is None else bias.weight
+    total = torch.einsum("bhtr,hrbtj->bhtj", *_broadcast(mix.to(working), values))
+    if bias.beyond == "last" or bias.profile is not None:
+        return total
+    return total.where(inside[:, None], 0.0 if bias.beyond == "zero" else -torch.inf)
+
+
+def _broadcast(mix: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads = max(mix.shape[0], values.shape[2]), max(mix.shape[1], values.shape[0])
+    if 0 in (mix.shape[0], values.shape[2]):
+        batch = 0
+    mix = mix.expand(batch, heads, values.shape[3], -1)
+    return mix, values.expand(heads, -1, batch, -1, -1)
 
 
 def path_product(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bias import LINKS, Bias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
+from ...bias import LINKS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, TileBias
+from ...bias.distance import BEYOND
 
 Leaves = dict[str, Tensor]
 
@@ -177,6 +178,36 @@ def _tile(rng: random.Random, s: Sizes, at: str) -> RawBias:
     return RawBias("tile", sizes, set(), make)
 
 
+def _distance(rng: random.Random, s: Sizes, at: str) -> RawBias:
+    """A table, alone or mixed, on one side or both, over positions that run on, jump or start anew."""
+    tables, length = rng.choice((1, 1, 2, 3)), rng.choice((1, 4, 9, 80))
+    first, beyond = -rng.choice((0, 0, length // 2, length - 1)), rng.choice(BEYOND)
+    mixed, lead = rng.random() < 0.5, (rng.choice((1, s.batch)), rng.choice((1, s.heads)))
+    jump, cut = rng.choice((0, 0, 0, 7, -5)), s.keys // 2
+    profile = _bent if rng.random() < 0.25 else None
+    sizes: dict[str, tuple[int, ...]] = {
+        f"{at}table": (1, rng.choice((1, s.heads)), 1, tables, length if profile is None else 2)
+    }
+    if mixed:
+        sizes[f"{at}mix"] = (*lead, s.queries, tables)
+
+    def make(leaves: Leaves) -> DistanceBias:
+        table = leaves[f"{at}table"]
+        places = torch.arange(s.keys, dtype=torch.float64, device=table.device) + 3.0
+        places = (places + jump * (places > cut)).view(1, 1, -1)
+        mix = leaves.get(f"{at}mix")
+        return DistanceBias(places[..., s.keys - s.queries :], places, table, mix, first, beyond, profile)
+
+    form = "profile" if profile else f"{length} from {first}, {beyond}"
+    return RawBias(f"distance[{form}{', mixed' if mixed else ''}]", sizes, set(), make)
+
+
+def _bent(distance: Tensor, numbers: Tensor) -> Tensor:
+    """a log(1 + |d|) + b sign(d), for the fuzzer."""
+    a, b = (numbers[..., i][(..., *(None,) * distance.dim())] for i in range(2))
+    return a * torch.log1p(distance.abs().to(numbers.dtype)) + b * distance.sign().to(numbers.dtype)
+
+
 def _soft_distance(
     rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]
 ) -> Tensor:
@@ -187,6 +218,7 @@ def _soft_distance(
 #: which parts a bias is the sum of
 KINDS = (
     *("none", "term", "slope", "slope", "path", "tile", "slope slope", "slope path", "path slope slope"),
+    *("distance", "distance", "distance slope", "path distance", "distance distance", "distance tile"),
     *("term slope", "slope term", "tile slope", "path tile", "path path", "none slope"),
 )
 _PARTS: dict[str, Callable[[random.Random, Sizes, str], RawBias]] = {
@@ -195,4 +227,5 @@ _PARTS: dict[str, Callable[[random.Random, Sizes, str], RawBias]] = {
     "slope": _slope,
     "path": _path,
     "tile": _tile,
+    "distance": _distance,
 }

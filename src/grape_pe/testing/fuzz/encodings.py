@@ -27,7 +27,18 @@ OPTIONS: dict[str, Options] = {
     "liere": lambda r: {"per_head": r.random() < 0.5},
     # not rank 1: without a convolution the gradient of `down` is then exactly zero, and only rounding is compared
     "path": lambda r: {"rank": r.choice((2, 4)), "conv": r.choice((0, 3))},
-    "alibi": lambda r: {},
+    "alibi": lambda r: {"both": r.random() < 0.3},
+    "t5": lambda r: {"buckets": r.choice((4, 32)), "max_distance": 20, "both": r.random() < 0.5},
+    "kerple-log": lambda r: {},
+    "kerple-power": lambda r: {},
+    "sandwich": lambda r: {"dim": r.choice((2, 16))},
+    "relative": lambda r: {
+        "tables": r.choice((1, 3)),
+        "reach": r.choice((1, 8, 100)),
+        "both": r.random() < 0.5,
+        "beyond": r.choice(("zero", "last", "-inf")),
+    },
+    "logn": lambda r: {"length": r.choice((2, 8))},
     "fox": lambda r: {"forget_bias": r.choice((0.0, 3.0))},
     "grape-a-shift": lambda r: {},
     "grape-a-q": lambda r: {},
@@ -46,7 +57,9 @@ OPTIONS: dict[str, Options] = {
     },
 }
 ROTATIONS = ("rope", "grape-m", "grape-m-ctx", "grape-m-basis", "grape-m-plane", "grape-m-mix", "liere")
+DISTANCES = ("t5", "kerple-log", "kerple-power", "sandwich", "relative")
 BIASES = [name for name in OPTIONS if name.startswith(("alibi", "fox", "grape-a")) and name != "grape-a-dict"]
+BIASES += DISTANCES
 
 
 def draw_encoding(rng: random.Random, s: Sizes) -> Encoding:
@@ -60,7 +73,8 @@ def draw_encoding(rng: random.Random, s: Sizes) -> Encoding:
     options: dict[str, Any] = {part: OPTIONS[part](rng) for part in parts}
     if len(parts) == 1:
         options = options[parts[0]]
-        if parts[0] in ("rope", "grape-m", "alibi", "grape-a-qk", "liere") and rng.random() < 0.3:
+        several = parts[0] in ("rope", "grape-m", "alibi", "grape-a-qk", "liere") and not options.get("both")
+        if several and rng.random() < 0.3:
             options["coords"] = rng.choice((2, 3))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.randrange(1 << 30))

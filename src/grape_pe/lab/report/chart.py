@@ -51,14 +51,14 @@ class Chart:
         bottom = self.height - BOTTOM
         return round(LEFT + across * (WIDTH - LEFT - RIGHT), 1), round(bottom - up * (bottom - TOP), 1)
 
-    def axes(self, xticks: Sequence[float], yticks: Sequence[float]) -> Chart:
+    def axes(self, xticks: Sequence[float], yticks: Sequence[float], xnames: Sequence[str] = ()) -> Chart:
         for value in yticks:
             (left, y), (right, _) = self.at(self.x[0], value), self.at(self.x[1], value)
             self.parts.append(f'<path class="grid" d="M{left} {y}H{right}"/>')
             self.parts.append(self.text(LEFT - 5, y + 4, f"{value + 0.0:g}", "end"))
-        for value in xticks:
+        for value, name in zip(xticks, xnames or [f"{value:g}" for value in xticks], strict=True):
             x, y = self.at(value, self.y[0])
-            self.parts.append(self.text(x, y + 15, f"{value:g}", "middle"))
+            self.parts.append(self.text(x, y + 15, name, "middle"))
         (x0, y0), (x1, y1) = self.at(self.x[0], self.y[0]), self.at(self.x[1], self.y[1])
         self.parts.append(f'<path class="axis" d="M{x0} {y1}V{y0}H{x1}"/>')
         return self
@@ -110,8 +110,31 @@ class Chart:
         return self
 
     def svg(self) -> str:
+        """A file of its own, with its style."""
+        return self._drawn('xmlns="http://www.w3.org/2000/svg"', [f"<style>{STYLE}</style>"])
+
+    def inline(self) -> str:
+        """A part of a page, which has the style of `.chart`."""
+        return self._drawn('class="chart"', [])
+
+    def _drawn(self, kind: str, style: list[str]) -> str:
         size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(self.title)}</title>'
+        head = f'<svg {kind} {size} role="img"><title>{escape(self.title)}</title>'
+        return "\n".join([head, *style, *self.parts, "</svg>"]) + "\n"
+
+
+def sparkline(lines: Sequence[Sequence[float]], low: float, high: float, color: str) -> str:
+    """Lines without axes, for a cell of a table; values beyond the range are drawn at its edge."""
+    width, height = 96, 28
+    drawn = []
+    for line in lines:
+        step = width / max(1, len(line) - 1)
+        inside = [min(high, max(low, value)) for value in line]
+        points = (
+            f"{i * step:.1f},{height - 2 - (v - low) / (high - low) * (height - 4):.1f}"
+            for i, v in enumerate(inside)
         )
-        return "\n".join([head, f"<style>{STYLE}</style>", *self.parts, "</svg>"]) + "\n"
+        drawn.append(
+            f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{" ".join(points)}"/>'
+        )
+    return f'<svg class="spark" viewBox="0 0 {width} {height}" aria-hidden="true">{"".join(drawn)}</svg>'

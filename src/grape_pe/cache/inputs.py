@@ -25,7 +25,7 @@ Norms = tuple[nn.Module, nn.Module]
 
 
 @dataclass(eq=False, slots=True)
-class Seen:
+class AttentionInputs:
     """Encoded queries and all they may see: keys, values, bias and masks for `attend`.
 
     `rows` (B, T), if not None, puts the results in the packed order of the call. `step` marks a prepared call

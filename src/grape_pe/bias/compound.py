@@ -1,0 +1,63 @@
+"""Several biases added, as the base of `SlopeBias` and `SumBias`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from torch import Tensor
+
+from .base import Bias
+
+
+def plus(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first + second
+
+
+class Compound(Bias):
+    """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
+
+    def members(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def changed(self, change: Callable[[int, Any], Bias]) -> Self:
+        """The same with each member changed, given its index."""
+        return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        total = None
+        for (
+            part
+        ) in self.members():  # a comprehension would make the lengths of a slice constants in torch.compile
+            total = plus(total, part.tile(rows, cols))
+        assert total is not None
+        return total
+
+    def row(self, keys: int) -> Tensor:
+        total = None
+        for part in self.members():
+            total = plus(total, part.row(keys))
+        assert total is not None
+        return total
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        for part in self.members():
+            part.check(batch, heads, queries, keys)
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.views().items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.traces().items()
+        }
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        split: list[dict[str, Tensor]] = [{} for _ in self.members()]
+        for name, tensor in tensors.items():
+            index, _, rest = name.partition(".")
+            split[int(index)][rest] = tensor
+        return self.changed(lambda i, part: part.replaced(split[i]))
+
+    def rebased(self, offset: float) -> Self:
+        return self.changed(lambda i, part: part.rebased(offset))

@@ -1,0 +1,124 @@
+"""A user's own function of features of tokens: `TileBias` and `ScoreBias`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ..precision import without_autocast
+from .base import Bias, check_tensor, of_rows
+
+TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Features(Bias):
+    """A user's function of features of tokens."""
+
+    function: Callable[..., Tensor]
+    query: Mapping[str, Tensor]
+    key: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        for side, features in (("query", self.query), ("key", self.key)):
+            for name, x in features.items():
+                if not isinstance(x, Tensor) or x.dim() < 3:
+                    got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                    raise ValueError(
+                        f"{side} feature {name!r} of a {type(self).__name__} must be a tensor of shape "
+                        f"(B|1, H|1, T, …), got {got}"
+                    )
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        super().check(batch, heads, queries, keys)
+        for tensors, tokens in ((self.views(), (1, queries)), (self.traces(), (keys,))):
+            for name, x in tensors.items():
+                check_tensor(name, x, (1, batch), *self._shape(x, heads, tokens))
+
+    def _shape(self, x: Tensor, heads: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Sizes allowed after the batch; a function of tiles may group the heads as it likes."""
+        return [(x.shape[1],), tokens, *((size,) for size in x.shape[3:])]
+
+    def _checked(self, tile: Tensor, rows: slice, cols: slice) -> Tensor:
+        for size, part in zip(tile.shape[-2:], (rows, cols), strict=False):
+            if tile.dim() > 4 or not (size == 1 or size == part.stop - part.start):
+                raise ValueError(
+                    f"the function of a {type(self).__name__} must return (B|1, H|1, {rows.stop - rows.start}, "
+                    f"{cols.stop - cols.start}) for the queries {rows.start}:{rows.stop} and the keys "
+                    f"{cols.start}:{cols.stop}, got {tuple(tile.shape)}"
+                )
+        return tile
+
+    def views(self) -> dict[str, Tensor]:
+        return {f"query.{name}": tensor for name, tensor in self.query.items()}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {f"key.{name}": tensor for name, tensor in self.key.items()}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        query = {name: tensors.get(f"query.{name}", tensor) for name, tensor in self.query.items()}
+        key = {name: tensors.get(f"key.{name}", tensor) for name, tensor in self.key.items()}
+        return replace(self, query=query, key=key)
+
+
+@dataclass(frozen=True, eq=False)
+class TileBias(_Features):
+    """Any function of a tile, given features of tokens: radial distance, PaTH, a user's own.
+
+    `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
+    returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast off.
+
+    `scale`: None when the function returns logits, as every other kind of bias does. A number when it
+    returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place.
+    """
+
+    function: TileFunction
+    scale: float | None = None
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        tensors = [*self.query.values(), *self.key.values()]
+        with without_autocast(tensors[0]) if tensors else contextlib.nullcontext():
+            tile = self._checked(self.function(rows, cols, self.query, self.key), rows, cols)
+        return tile if self.scale is None else self.scale * tile
+
+    def at_scale(self, scale: float) -> TileBias:
+        return self if self.scale is None else replace(self, scale=scale)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBias(_Features):
+    """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
+
+    `t` and `j` are the indices of the query's and the key's token, integer tensors; `query` and `key` are numbers of
+    those tokens by name, each given as a (B|1, H|1, T) tensor, for queries also (B|1, H|1, 1) beside one of T. The
+    function must be elementwise torch code that broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles
+    it for one pair at a time. Either side needs at least one feature, which tells the number of its tokens.
+    """
+
+    function: ScoreFunction
+
+    def __post_init__(self) -> None:
+        if not self.query or not self.key:
+            raise ValueError("a ScoreBias needs a feature (B|1, H|1, T) of queries and one of keys; got none")
+        super().__post_init__()
+
+    def _shape(self, x: Tensor, heads: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(1, heads), tokens]
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        device = next(iter(self.key.values())).device
+        shift = (self.key_length or 0) - (self.query_length or 0)
+        t = torch.arange(rows.start + shift, rows.stop + shift, device=device).view(1, 1, -1, 1)
+        j = torch.arange(cols.start, cols.stop, device=device).view(1, 1, 1, -1)
+        query = {name: of_rows(x, rows).unsqueeze(-1) for name, x in self.query.items()}
+        key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
+        tile = torch.as_tensor(self.function(t, j, query, key), device=device)
+        return self._checked(tile[(None,) * (4 - tile.dim())], rows, cols).expand(
+            -1, -1, t.shape[2], j.shape[3]
+        )

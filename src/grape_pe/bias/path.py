@@ -1,0 +1,108 @@
+"""The path integral of GRAPE-AP: `PathBias`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..groups import PlaneRotation
+from ..precision import exact_dtype, without_autocast, working_dtype
+from .base import Bias, check_lengths, check_tail, check_tensor
+
+Link = Literal["logsigmoid", "bounded"]
+ProbeRotation = Literal["key", "relative", "none"]
+
+# Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
+# most its rate.
+LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
+    "logsigmoid": F.logsigmoid,
+    "bounded": lambda z: -torch.sigmoid(-z),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PathBias(Bias):
+    """sum for l = j+1 … t of rate_h * g(<p_t, P_l> / P): the path integral of GRAPE-AP (Eq. P2).
+
+    `probe_q` (B, Hp, Tq, P) and `probe_k` (B, Hp, Tk, P), the latter already rotated, with Hp a
+    divisor of H; `rate` (1, H, 1). The sum runs over tokens, and is empty (zero) for j >= t.
+    `rotation` says which probes are turned by their position (Eq. P3).
+    """
+
+    probe_q: Tensor
+    probe_k: Tensor
+    rate: Tensor
+    link: Link = "logsigmoid"
+    rotation: ProbeRotation = "none"
+
+    def __post_init__(self) -> None:
+        if self.link not in LINKS:
+            raise ValueError(f"link must be one of {', '.join(LINKS)}, got {self.link!r}")
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        check_lengths(self.probe_q.shape[2], self.probe_k.shape[2], queries, keys)
+        probes, features = self.probe_q.shape[1], self.probe_q.shape[-1]
+        if probes == 0 or heads % probes:
+            raise ValueError(f"probe heads must divide the {heads} query heads, got {probes}")
+        check_tensor("probe_q", self.probe_q, (1, batch), (probes,), (queries,), (features,))
+        check_tensor("probe_k", self.probe_k, (1, batch), (probes,), (keys,), (features,))
+        check_tensor("rate", self.rate, (1,), (heads,), (1,))
+
+    def views(self) -> dict[str, Tensor]:
+        return {"probe_q": self.probe_q, "rate": self.rate}
+
+    def traces(self) -> dict[str, Tensor]:
+        return {"probe_k": self.probe_k}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> PathBias:
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def queries(self, rows: slice) -> PathBias:
+        check_tail("queries", rows, self.query_length)
+        return replace(self, probe_q=self.probe_q[:, :, rows])
+
+    def rebased(self, offset: float) -> PathBias:
+        if self.rotation == "none":
+            return self
+        if self.rotation == "key":
+            raise ValueError(
+                'with probe_rotation="key" the bias of grape-ap depends on absolute positions and cannot be '
+                'moved; use probe_rotation="relative"'
+            )
+        width = self.probe_k.shape[-1]
+        angle = torch.full((width // 2,), -float(offset), dtype=exact_dtype(self.probe_k.device))
+        turn = PlaneRotation.from_angle(angle.to(self.probe_k.device), self.probe_k.dtype)
+        return replace(self, probe_k=turn.apply(self.probe_k))
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        shift = self.probe_k.shape[2] - self.probe_q.shape[2]
+        first, last = cols.start + 1, max(rows.stop + shift, cols.stop + 1)
+        probes = self.probe_k[:, :, first:last]
+        wide = working_dtype(torch.promote_types(self.probe_q.dtype, probes.dtype))
+        with without_autocast(probes):
+            z = self.probe_q[:, :, rows].to(wide) @ probes.transpose(-1, -2).to(wide) / probes.shape[-1]
+        token = torch.arange(first, first + probes.shape[2], device=z.device)
+        t = torch.arange(rows.start + shift, rows.stop + shift, device=z.device)
+        edge = LINKS[self.link](z).masked_fill(token > t.unsqueeze(-1), 0.0)
+        # From the right: the sum over l = j+1 … t stands at l = j + 1, which is column j - cols.start.
+        total = edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
+        width = cols.stop - cols.start
+        total = F.pad(total[..., :width], (0, max(0, width - total.shape[-1])))
+        repeat = self.rate.shape[1] // total.shape[1]
+        return self.rate.unsqueeze(-1) * total.to(z.dtype).repeat_interleave(repeat, 1)
+
+    def row(self, keys: int) -> Tensor:
+        probes = self.probe_k[:, :, 1:]
+        wide = working_dtype(torch.promote_types(self.probe_q.dtype, probes.dtype))
+        probe = self.probe_q.to(wide) / self.probe_q.shape[-1]
+        with without_autocast(probes):
+            edge = LINKS[self.link](probe @ probes.transpose(-1, -2).to(wide))
+        # from the right, as in `tile`: the edges after each key
+        total = F.pad(edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide), (0, 1))
+        repeat = self.rate.shape[1] // total.shape[1]
+        return self.rate.unsqueeze(-1) * (total if repeat == 1 else total.repeat_interleave(repeat, 1))

@@ -1,0 +1,80 @@
+"""KERPLE: a conditionally positive definite kernel of the distance (Eq. D3, D4)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..bias.distance import Profile
+from .base import HeadShape, Tokens, own_parameter
+from .clock import softplus_inverse
+from .distance import ProfileEncoding, over
+from .facts import Facts
+
+KERPLE = "Chi et al., 2022, KERPLE, arXiv:2205.09921"
+
+
+def _log(distance: Tensor, numbers: Tensor) -> Tensor:
+    """-r1 log(1 + r2 |d|)."""
+    r1, r2 = (over(x, distance) for x in numbers.unbind(-1))
+    return -r1 * torch.log1p(r2 * distance.abs().to(numbers.dtype))
+
+
+def _power(distance: Tensor, numbers: Tensor) -> Tensor:
+    """-r1 |d|^r2; 0 at distance 0, where the power has no derivative by r2."""
+    r1, r2 = (over(x, distance) for x in numbers.unbind(-1))
+    apart = distance.abs().to(numbers.dtype)
+    return -r1 * torch.where(apart > 0, apart.clamp(min=1) ** r2, 0.0)
+
+
+class Kerple(ProfileEncoding):
+    """-r1 log(1 + r2 |d|) (`kernel="log"`) or -r1 |d|^r2 (`"power"`), r1 and r2 learned for each head.
+
+    For log both are softplus, at first between 0.05 and 2 (r1) and 0.05 and 1 (r2). For power r1 is a softplus, at
+    first between 0.05 and 1, and r2 is 2 sigmoid, between 0 and 2 and at first between 0.5 and 1.5.
+    """
+
+    facts = (
+        Facts(
+            name="kerple-log",
+            about="subtracts a learned logarithm of the distance",
+            formula="b(t, j) = −r_{1h} log(1 + r_{2h} |t − j|)",
+            group="none: log(1 + m) does not add up over offsets; scores keep the relative law",
+            source=KERPLE,
+            learned="r_1, r_2",
+        ),
+        Facts(
+            name="kerple-power",
+            about="subtracts a learned power of the distance",
+            formula="b(t, j) = −r_{1h} |t − j|^{r_{2h}}, 0 < r_{2h} < 2",
+            group="none, unless r_2 = 1, which is ALiBi: a power does not add up over offsets",
+            source=KERPLE,
+            recovers="ALiBi (r_2 = 1)",
+            learned="r_1, r_2",
+        ),
+    )
+
+    def __init__(self, shape: HeadShape, *, kernel: Literal["log", "power"] = "log") -> None:
+        super().__init__(shape)
+        if kernel not in ("log", "power"):
+            raise ValueError(f'kernel must be "log" or "power", got {kernel!r}')
+        self.kernel = kernel
+        self.r1, self.r2 = own_parameter(shape.heads), own_parameter(shape.heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        low, one, two = (softplus_inverse(x) for x in (0.05, 1.0, 2.0))
+        nn.init.uniform_(self.r1, low, two if self.kernel == "log" else one)
+        nn.init.uniform_(self.r2, *((low, one) if self.kernel == "log" else (-1.1, 1.1)))
+
+    def numbers(self, tokens: Tokens) -> Tensor:
+        r1, r2 = F.softplus(self.r1.to(tokens.working)), self.r2.to(tokens.working)
+        return torch.stack([r1, F.softplus(r2) if self.kernel == "log" else 2 * r2.sigmoid()], -1).unsqueeze(
+            1
+        )
+
+    def profile(self) -> Profile:
+        return _log if self.kernel == "log" else _power

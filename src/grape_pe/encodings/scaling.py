@@ -1,0 +1,181 @@
+"""Spectra for longer contexts: frequencies rescaled once, as transformers' `rope_parameters` rescale them.
+
+    grape.build("rope", heads=8, head_dim=64, scaling={"type": "yarn", "factor": 4.0, "original_context": 2048})
+
+Every rule is a function of the frequency itself, so that it also applies to a learned spectrum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Position interpolation, type "linear": every frequency divided by `factor`."""
+
+    kind: ClassVar[str] = "linear"
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            optional = field.default is None
+            if field.type != "bool" and not (optional and value is None):
+                _check_number(self.kind, field.name, value)
+        if self.factor < 1:
+            raise ValueError(
+                f"scaling factor must be at least 1, got {self.factor}; 4.0 is for 4 times the context"
+            )
+
+    @property
+    def attention(self) -> float:
+        """What queries and keys are each multiplied by."""
+        return 1.0
+
+    def __call__(self, theta: Tensor, base: float) -> Tensor:
+        """The rescaled frequencies of theta (..., planes), which started as base^(-i/planes)."""
+        return theta / self.factor
+
+    def rope_parameters(self, base: float, planes: int) -> dict[str, Any]:
+        """The same in transformers' configurations."""
+        return {"rope_type": self.kind, "rope_theta": base, "factor": self.factor}
+
+
+@dataclass(frozen=True)
+class NTKAware(Scaling):
+    """Type "ntk": a larger base, which divides the lowest frequency by `factor` and keeps the highest."""
+
+    kind: ClassVar[str] = "ntk"
+
+    def __call__(self, theta: Tensor, base: float) -> Tensor:
+        planes = theta.shape[-1]
+        power = math.log(self.factor) / math.log(base) * planes / max(planes - 1, 1)
+        return theta ** (1 + power)
+
+    def rope_parameters(self, base: float, planes: int) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": base * self.factor ** (planes / max(planes - 1, 1))}
+
+
+@dataclass(frozen=True)
+class YaRN(Scaling):
+    """Type "yarn": planes with few turns in `original_context` are interpolated, those with many are kept.
+
+    In between (`beta_slow` to `beta_fast` turns) a ramp over the planes; `truncate` rounds its ends to whole
+    planes. `attention_factor` is 1 + 0.1 log(factor) unless given.
+    """
+
+    kind: ClassVar[str] = "yarn"
+
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def attention(self) -> float:
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+    def __call__(self, theta: Tensor, base: float) -> Tensor:
+        planes = theta.shape[-1]
+        low, high = (self._plane(turns, planes, base) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * planes - 1)
+        index = theta.log() * (-planes / math.log(base))
+        whole = index.round()
+        near = (index - whole).abs() < 1e-4  # i itself where theta is base^(-i/planes) in float32
+        index = index + torch.where(near, whole - index, 0.0).detach()
+        ramp = ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        return theta / self.factor * ramp + theta * (1 - ramp)
+
+    def _plane(self, turns: float, planes: int, base: float) -> float:
+        """The index of the plane that turns so often in the original context."""
+        return planes * math.log(self.original_context / (turns * 2 * math.pi)) / math.log(base)
+
+    def rope_parameters(self, base: float, planes: int) -> dict[str, Any]:
+        return {
+            **super().rope_parameters(base, planes),
+            "original_max_position_embeddings": self.original_context,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "attention_factor": self.attention,
+            "truncate": self.truncate,
+        }
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """Type "llama3": long wavelengths are interpolated, short ones kept, with a smooth step in between."""
+
+    kind: ClassVar[str] = "llama3"
+
+    original_context: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"scaling high_freq_factor ({self.high_freq_factor}) must be above low_freq_factor "
+                f"({self.low_freq_factor}); Llama 3.1 has 4.0 and 1.0"
+            )
+
+    def __call__(self, theta: Tensor, base: float) -> Tensor:
+        turns = self.original_context * theta / (2 * math.pi)
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = smooth.clamp(0, 1)
+        return (1 - smooth) * theta / self.factor + smooth * theta
+
+    def rope_parameters(self, base: float, planes: int) -> dict[str, Any]:
+        return {
+            **super().rope_parameters(base, planes),
+            "original_max_position_embeddings": self.original_context,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+        }
+
+
+KINDS: dict[str, type[Scaling]] = {cls.kind: cls for cls in (Scaling, NTKAware, YaRN, Llama3)}
+
+
+def read_scaling(options: Mapping[str, Any] | None) -> Scaling | None:
+    """The rule that `scaling={"type": …, …}` names, or an error that says what is wrong with it."""
+    if options is None:
+        return None
+    if not isinstance(options, Mapping) or "type" not in options:
+        raise TypeError(
+            f'scaling must be a dict such as {{"type": "linear", "factor": 4.0}}, got {options!r}'
+        )
+    kind = options["type"]
+    if kind == "dynamic":
+        raise ValueError(
+            'scaling type "dynamic" changes the frequencies while a sequence grows, and cached keys keep the old '
+            'ones; use "ntk" with the factor of the longest sequence'
+        )
+    if kind not in KINDS:
+        raise ValueError(f"scaling type must be one of {', '.join(KINDS)}, got {kind!r}")
+    given = {name: value for name, value in options.items() if name != "type"}
+    known = {field.name: field for field in fields(KINDS[kind])}
+    for name in given:
+        if name not in known:
+            raise TypeError(f'unknown option {name!r} of scaling type "{kind}"; options: {", ".join(known)}')
+    for name, field in known.items():
+        if field.default is MISSING and name not in given:
+            raise TypeError(f'scaling type "{kind}" needs {name!r}; add it to scaling={dict(options)!r}')
+    return KINDS[kind](**given)
+
+
+def _check_number(kind: str, name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value > 0):
+        raise ValueError(f'{name} of scaling type "{kind}" must be a positive number, got {value!r}')

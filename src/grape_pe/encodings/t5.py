@@ -1,0 +1,79 @@
+"""T5's relative bias: one learned number for each head and bucket of distances (Eq. D2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..bias import DistanceBias
+from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
+from .distance import whole_positions
+from .facts import Facts
+
+
+def t5_bucket(distance: Tensor, buckets: int, max_distance: int, both: bool) -> Tensor:
+    """The bucket of d = n_t - n_j: half of them one distance each, the rest of equal width in log d.
+
+    With `both` one half of the buckets is for keys after the query; without, those count as distance 0.
+    """
+    start: Tensor | int = 0
+    if both:
+        buckets //= 2
+        start, distance = (distance < 0).long() * buckets, distance.abs()
+    distance = distance.clamp(min=0)
+    exact = buckets // 2
+    steps = (distance.float().clamp(min=1) / exact).log() / math.log(max_distance / exact) * (buckets - exact)
+    return start + torch.where(distance < exact, distance, (exact + steps.long()).clamp(max=buckets - 1))
+
+
+class T5(Encoding):
+    """b(t, j) = table[h, bucket(t - j)], learned, starting as N(0, 0.02).
+
+    Options: `buckets`; `max_distance`, beyond which all distances share the last bucket; `both=True` gives keys
+    after the query buckets of their own (an encoder). T5 itself does not scale <q, k>: pass scale=1 to repeat it.
+    """
+
+    nonpositive = False
+    facts = (
+        Facts(
+            name="t5",
+            about="adds a learned number for each bucket of distances",
+            formula="b(t, j) = T_h[bucket(t − j)]",
+            group="none: a table obeys no composition law; it is a function of t − j, so scores keep the relative law",
+            source="Raffel et al., 2020, T5, arXiv:1910.10683",
+            recovers="T5's relative bias, exactly",
+            learned="table",
+        ),
+    )
+
+    def __init__(
+        self, shape: HeadShape, *, buckets: int = 32, max_distance: int = 128, both: bool = False
+    ) -> None:
+        super().__init__(shape)
+        parts = 4 if both else 2
+        if not isinstance(buckets, int) or buckets < parts or buckets % parts:
+            raise ValueError(
+                f"buckets of t5 must be a positive multiple of {parts} with both={both}, got {buckets!r}"
+            )
+        exact = buckets // parts
+        if not isinstance(max_distance, int) or max_distance <= exact:
+            raise ValueError(
+                f"max_distance of t5 must be above {exact}, the distances with a bucket of their own; "
+                f"got {max_distance!r}"
+            )
+        self.max_distance, self.both = max_distance, both
+        self.table = own_parameter(shape.heads, buckets)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.table, std=0.02)
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        places, last = whole_positions(tokens), self.max_distance
+        first = -last if self.both else 0
+        distances = torch.arange(first, last + 1, device=self.table.device)
+        buckets = t5_bucket(distances, self.table.shape[-1], last, self.both)
+        table = self.table.to(tokens.working)[:, buckets][None, :, None, None]
+        return Encoded(tokens.q, tokens.k, DistanceBias(places, places, table, first=first))

@@ -1,0 +1,48 @@
+"""Log-n attention: queries grow with the logarithm of their position, so that long contexts stay sharp (Eq. Q1)."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ..bias import NO_BIAS
+from .base import Encoded, Encoding, HeadShape, State, Tokens
+from .facts import Facts
+
+
+class LogN(Encoding):
+    """Scores <q, k> are multiplied by max(1, log(n + 1) / log(length)), n the query's position.
+
+    `length` is the context of training: up to it nothing changes. It composes with every other encoding (with one
+    coordinate); biases and their gates are not multiplied.
+    """
+
+    sets_norms = True
+    facts = (
+        Facts(
+            name="logn",
+            about="multiplies queries by the log of their position",
+            formula="logit(t, j) = max(1, log(t + 1) / log L) ⟨q_t, k_j⟩ / √D",
+            group="none: a factor of the query alone, which depends on its position and not on the offset",
+            source="Su, 2021, log-n attention; Chiang and Cholak, 2022, arXiv:2202.12172; Qwen",
+            recovers="`nope` up to the length L",
+        ),
+    )
+
+    def __init__(self, shape: HeadShape, *, length: int = 512) -> None:
+        super().__init__(shape)
+        if not isinstance(length, int) or isinstance(length, bool) or length < 2:
+            raise ValueError(f"length must be at least 2, the tokens of a training context; got {length!r}")
+        self.length = length
+
+    @property
+    def breaks_relative_law(self) -> str:
+        return "queries are multiplied by the log of their absolute position"
+
+    def query_factor_of(self, tokens: Tokens) -> Tensor:
+        seen = (tokens.positions + 1).clamp_min(self.length).log() / math.log(self.length)
+        return seen.unsqueeze(1).to(tokens.working)
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        return self.multiplied(Encoded(tokens.q, tokens.k, NO_BIAS), self.query_factor_of(tokens))

@@ -1,0 +1,162 @@
+"""What the atlas says of one encoding: its facts, options, laws, cache and, at its initial state, its reach.
+
+entry = measure("fox", timed=False)
+entry.laws.relative, entry.extra_bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grape_pe
+
+from ...cache import StreamingCache
+from ...encodings import Encoding, Facts, build, names
+from ...encodings.base import Encoded
+from ...encodings.registry import entry, facts
+from ...testing import LawErrors, law_errors, moved, sample
+from ..errors import LabError
+from ..inspect.capture import attention_reach, by_distance, distances, observe_encoding, rotation_kernel
+from .cost import Cost, layer_cost, one_thread
+
+HEADS, HEAD_DIM = 8, 64
+WIDTH = HEADS * HEAD_DIM
+#: random tokens of the curves and of the reach
+TOKENS = 256
+#: of the laws, which need no size
+SMALL = {"heads": 4, "head_dim": 16, "width": 24}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """At the initial state on random tokens: a line for each head (one where they agree) over `distances`."""
+
+    distances: Sequence[int]
+    bias: Sequence[Sequence[float]]
+    kernel: Sequence[Sequence[float]]
+    reach: Sequence[float]
+
+
+@dataclass(frozen=True)
+class AtlasEntry:
+    """One encoding. Bytes are of a cache in float32 with 8 heads of 64 features, for each token."""
+
+    name: str
+    facts: Facts | None
+    options: Mapping[str, Any]
+    kind: str
+    bias: str
+    contextual: bool
+    parameters: int
+    laws: LawErrors
+    broken: str | None
+    only_1d: bool
+    bytes_per_token: int
+    curves: Curves | None = None
+    cost: Cost | None = None
+
+    @property
+    def extra_bytes(self) -> int:
+        """Beyond key and value."""
+        return self.bytes_per_token - 4 * 2 * WIDTH
+
+    @property
+    def about(self) -> str:
+        return self.facts.about if self.facts else ""
+
+    @property
+    def relative(self) -> str:
+        """Whether the relative law holds, as the README has it."""
+        if self.broken is None:
+            return "yes (1D)" if self.only_1d else "yes"
+        options = self.facts.law_with if self.facts else {}
+        said = ", ".join(f'{key}="{value}"' for key, value in options.items())
+        return f"with `{said}`" if said else "no"
+
+
+def measure(name: str, *, timed: bool = True) -> AtlasEntry:
+    """Everything about one encoding; without `timed`, all that is the same on every machine."""
+    torch.manual_seed(0)
+    encoding = built(name)
+    code = _encoded(encoding)
+    return AtlasEntry(
+        name=name,
+        facts=facts(name),
+        options=entry(name).options(),
+        kind=_kind(encoding),
+        bias=bias_kind(code),
+        contextual=encoding.contextual,
+        parameters=sum(p.numel() for p in encoding.parameters()),
+        laws=law_errors(moved(build(name, **SMALL))),
+        broken=encoding.breaks_relative_law,
+        only_1d=_only_1d(name),
+        bytes_per_token=_cache_bytes(encoding),
+        curves=_curves(encoding) if timed else None,
+        cost=layer_cost(name, WIDTH, HEADS) if timed else None,
+    )
+
+
+def measure_all(
+    which: Sequence[str] | None = None, tell: Callable[[int, str], None] = lambda done, name: None
+) -> list[AtlasEntry]:
+    """Those of all names, or of some; `tell` is called before each with the number done."""
+    found = []
+    with one_thread():
+        for done, name in enumerate(which or names()):
+            tell(done, name)
+            found.append(measure(name))
+    return found
+
+
+def built(name: str) -> Encoding:
+    try:
+        return build(name, heads=HEADS, head_dim=HEAD_DIM, width=WIDTH)
+    except (TypeError, ValueError) as problem:
+        raise LabError(str(problem)) from None
+
+
+def bias_kind(code: Encoded) -> str:
+    """none, slope, path, …: the public kind of the bias."""
+    known = (c.__name__ for c in type(code.bias).__mro__ if getattr(grape_pe, c.__name__, None) is c)
+    found = next(known).removesuffix("Bias").lower()
+    return "none" if found == "no" else found
+
+
+def _kind(encoding: Encoding) -> str:
+    return "transforms q and k" if encoding.transforms else "adds a bias"
+
+
+@torch.no_grad()
+def _encoded(encoding: Encoding) -> Encoded:
+    data = sample(encoding, batch=1, tokens=2)
+    return encoding(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
+
+
+@torch.no_grad()
+def _cache_bytes(encoding: Encoding) -> int:
+    data, cache = sample(encoding, batch=1, tokens=2), StreamingCache(encoding)
+    cache.attend(data.q, data.k, data.v, x=data.x)
+    return cache.bytes_per_token
+
+
+def _only_1d(name: str) -> bool:
+    """Whether the relative law is lost with two coordinates."""
+    return "coords" in entry(name).options() and bool(build(name, **SMALL, coords=2).breaks_relative_law)
+
+
+@torch.no_grad()
+def _curves(encoding: Encoding) -> Curves:
+    view, at = observe_encoding(encoding, TOKENS), distances(TOKENS)
+    bias, kernel = (_lines(pairs, at) for pairs in (view.bias(), rotation_kernel(view)))
+    return Curves(at, bias, kernel, attention_reach(view.attention(), 0.5).tolist())
+
+
+def _lines(pairs: Tensor | None, at: Sequence[int]) -> list[list[float]]:
+    """The mean at each distance, by head."""
+    rows: list[list[float]] = [] if pairs is None else by_distance(pairs, at)[..., 0].tolist()
+    return rows[:1] if all(row == rows[0] for row in rows) else rows

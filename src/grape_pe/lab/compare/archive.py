@@ -1,0 +1,98 @@
+"""A comparison as one file of text: its settings and what was measured of every finished run, no weights.
+
+    write_archive(Path("results/small"), Path("small.jsonl"))
+    restore(Path("small.jsonl"), Path("elsewhere/small"), comparison, threads=1)
+
+`grape report` reads the file; `grape compare --from` goes on with it: a run in it counts as done.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import LabError
+from ..files import damaged, read_json, read_json_lines, write_json, write_text
+from ..train.run_directory import ENVIRONMENT
+from .comparison import (
+    AGAIN,
+    COMPARISON,
+    EVALUATION,
+    RESTORE,
+    Comparison,
+    jobs,
+    join_directory,
+    joined,
+    read_described,
+    surroundings,
+    trials,
+)
+
+#: the kind of a run, by the directory it is in
+KINDS = {"sweep": "trial", "runs": "language", "tasks": "task"}
+REWRITE = "write it again: grape report DIR --jsonl FILE"
+
+
+def write_archive(root: Path, out: Path) -> Path:
+    """Write what is done of the comparison in `root`, a line for each run after one for the settings."""
+    if not (root / COMPARISON).is_file():
+        raise LabError(f"--jsonl takes one directory of grape compare; there is no {root / COMPARISON}")
+    found = [
+        path for path in sorted(root.glob(f"*/**/{EVALUATION}")) if path.relative_to(root).parts[0] in KINDS
+    ]
+    about = {"data": _data(found), **read_json(root / COMPARISON, RESTORE)}
+    lines = [{"kind": "comparison", **about}, *(_line(root, path) for path in found)]
+    write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return out
+
+
+def _line(root: Path, path: Path) -> dict[str, Any]:
+    place = path.parent.relative_to(root)
+    return {"kind": KINDS[place.parts[0]], "run": place.as_posix(), **read_json(path, AGAIN)}
+
+
+def _data(found: list[Path]) -> dict[str, Any] | None:
+    """What the runs on text say of their data, for a comparison that did not store it itself."""
+    for path in found:
+        place = path.with_name(ENVIRONMENT)
+        data = read_json(place, RESTORE).get("data") if place.is_file() else None
+        if isinstance(data, dict) and "manifest" in data:
+            return data
+    return None
+
+
+def restore(archive: Path, root: Path, comparison: Comparison, threads: int) -> None:
+    """Give a directory the runs of a file that it does not have yet; other settings are refused."""
+    about, runs = _read(archive)
+    before = read_described(about, archive, REWRITE)
+    wanted = joined(archive, before, comparison, threads)
+    allowed = {job.directory(Path()).as_posix() for each in (trials, jobs) for job in each(wanted)}
+    for run in runs:
+        if run.get("run") not in allowed:
+            raise damaged(archive, f"{run.get('run')!r} is no run of this comparison", REWRITE)
+    if (root / COMPARISON).exists():
+        join_directory(root, before.comparison, before.threads)
+    else:
+        write_json(root / COMPARISON, {**about, **surroundings(), "elsewhere": _elsewhere(about)})
+    for run in runs:
+        place = root / run["run"] / EVALUATION
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_json(place, {name: value for name, value in run.items() if name not in ("kind", "run")})
+
+
+def _read(archive: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    if not archive.is_file():
+        raise LabError(f"there is no file {archive}; grape report DIR --jsonl {archive} writes one")
+    first, *rest = read_json_lines(archive, REWRITE) or [{}]
+    if first.pop("kind", None) != "comparison" or "comparison" not in first:
+        raise LabError(f"{archive} has no settings to go on with; {REWRITE}")
+    return first, rest
+
+
+def _elsewhere(about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The other machines and versions that runs were made with."""
+    there = {name: about.get(name) for name in ("machine", "versions")}
+    here = {name: surroundings()[name] for name in there}
+    return [*about.get("elsewhere", []), *([] if there == here else [there])]

@@ -1,0 +1,63 @@
+"""Loading a pretrained model and its tokenizer: a Hugging Face directory, or a GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..extras import require
+from .errors import LabError
+from .train.checkpoint import cause
+
+GGUF = ".gguf"
+
+
+def check_source(path: Path) -> None:
+    """Refuse what is neither, before anything is loaded."""
+    if path.suffix == GGUF and path.is_file():
+        require("gguf", "adapt")
+    elif not (path / "config.json").is_file():
+        raise LabError(
+            f"no model in {path}: expected a directory with config.json, or a {GGUF} file; "
+            "download the model first, grape adapt fetches nothing"
+        )
+
+
+def identity_of(path: Path) -> str:
+    """Names and sizes of the model's files, so that a run is not continued with another model."""
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    said = [(p.name, p.stat().st_size) for p in files]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+def load_pretrained(path: Path) -> tuple[Any, Any]:
+    """The model in float32 on the CPU, and its tokenizer."""
+    check_source(path)
+    transformers = require("transformers", "hf")
+    require("grape_pe.hf", "hf")
+    quantised = {"gguf_file": path.name} if path.suffix == GGUF else {}
+    place = str(path.parent if quantised else path)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **quantised)
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **quantised)
+    except Exception as problem:  # of transformers, tokenizers and safetensors, each of its own kind
+        raise LabError(f"cannot load {path}: {cause(problem)}") from problem
+    if not tokenizer.is_fast:
+        raise LabError(
+            f"the tokenizer of {path} has no tokenizer.json; save a fast tokenizer beside the model"
+        )
+    if quantised:
+        _dequantised(model, transformers)
+    return model.eval(), tokenizer
+
+
+def _dequantised(model: Any, transformers: Any) -> None:
+    """Weights read from GGUF are plain float32; what says otherwise would stop the model from being saved."""
+    model.config.__dict__.pop("quantization_config", None)
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(name, None)
+    special = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = transformers.GenerationConfig(**special)

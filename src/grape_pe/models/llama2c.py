@@ -1,0 +1,130 @@
+"""Models of llama2.c (its files without a version number): the weights as a `Decoder`, and its tables.
+
+found = read_llama2c("stories15M.bin")
+found.decoder(tokens)                      # logits
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .config import DecoderConfig
+from .decoder import Decoder
+
+HEADER = ("width", "hidden", "layers", "heads", "kv_heads", "vocab", "context")  # 32-bit integers
+#: names of the decoder's tensors in the order of the file, without those of the whole model
+BY_LAYER = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Llama2C:
+    """A model of llama2.c; `cos` and `sin` are the file's own tables, (context, D / 2), of interleaved planes.
+
+    `pieces`: the bytes and score of each token, if the tokenizer follows in the file.
+    """
+
+    decoder: Decoder
+    context: int
+    cos: Tensor
+    sin: Tensor
+    pieces: list[tuple[bytes, float]]
+
+
+class _Reader:
+    """Floats of a file, one tensor after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.bytes, self.place = path, path.read_bytes(), 4 * len(HEADER)
+
+    def header(self) -> dict[str, int]:
+        if len(self.bytes) < self.place:
+            raise ValueError(f"{self.path} is no llama2.c model: it has {len(self.bytes)} bytes")
+        return dict(zip(HEADER, struct.unpack(f"<{len(HEADER)}i", self.bytes[: self.place]), strict=True))
+
+    def take(self, *shape: int) -> Tensor:
+        count = math.prod(shape)
+        if len(self.bytes) < self.place + 4 * count:
+            raise ValueError(f"{self.path} is no llama2.c model, or is cut short: it ends within the weights")
+        part = bytearray(self.bytes[self.place : self.place + 4 * count])
+        self.place += 4 * count
+        return torch.frombuffer(part, dtype=torch.float32).view(shape)
+
+
+def read_llama2c(path: str | os.PathLike[str]) -> Llama2C:
+    """Read a model of llama2.c; what follows the weights in the file is read as its tokenizer."""
+    reader = _Reader(Path(path))
+    sizes = reader.header()
+    if (
+        min(sizes[n] for n in HEADER if n != "vocab") < 1
+        or sizes["width"] % sizes["heads"]
+        or not sizes["vocab"]
+    ):
+        raise ValueError(f"{path} is no llama2.c model without a version number: its header says {sizes}")
+    config = _config(sizes)
+    state, (cos, sin) = _weights(reader, config, sizes["context"])
+    decoder = Decoder(config)
+    decoder.load_state_dict(state, strict=False)  # but the frequencies, which have no place in the file
+    return Llama2C(decoder.eval(), sizes["context"], cos, sin, _pieces(reader, config.vocab_size))
+
+
+def _config(sizes: dict[str, int]) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=abs(sizes["vocab"]),
+        width=sizes["width"],
+        layers=sizes["layers"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        hidden=sizes["hidden"],
+        encoding="rope",
+        encoding_options={"layout": "interleaved"},
+        qk_norm=False,
+        tied=sizes["vocab"] > 0,  # a negative one says that the head is a matrix of its own
+    )
+
+
+def _weights(reader: _Reader, config: DecoderConfig, context: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    c, keys = config.width, config.kv_heads * config.head_dim
+    shapes = (
+        (c,),
+        (c, c),
+        (keys, c),
+        (keys, c),
+        (c, c),
+        (c,),
+        (config.hidden, c),
+        (c, config.hidden),
+        (config.hidden, c),
+    )
+    state = {"model.embed_tokens.weight": reader.take(config.vocab_size, c)}
+    for name, shape in zip(BY_LAYER, shapes, strict=True):
+        stacked = reader.take(config.layers, *shape)
+        state |= {f"model.layers.{i}.{name}.weight": each for i, each in enumerate(stacked)}
+    state["model.norm.weight"] = reader.take(c)
+    tables = [reader.take(context, config.head_dim // 2) for _ in range(2)]
+    if not config.tied:
+        state["lm_head.weight"] = reader.take(config.vocab_size, c)
+    return state, tables
+
+
+def _pieces(reader: _Reader, count: int) -> list[tuple[bytes, float]]:
+    """llama2.c's tokenizer: the longest length, then score, length and bytes of each token."""
+    rest = reader.bytes[reader.place :]
+    found: list[tuple[bytes, float]] = []
+    place = 4
+    while rest and len(found) < count:
+        score, size = struct.unpack_from("<fi", rest, place) if place + 8 <= len(rest) else (0.0, len(rest))
+        if place + 8 + size > len(rest):
+            raise ValueError(f"{reader.path}: the tokenizer after the weights is cut short")
+        found.append((rest[place + 8 : place + 8 + size], score))
+        place += 8 + size
+    return found
