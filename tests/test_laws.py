@@ -89,7 +89,11 @@ TABLE = [
     Row("string-cayley", ROTATION, {"basis_per_head": True, "coords": 2}, shift=2**19),
     Row("string-circulant", ROTATION, min_dim=3),
     Row(
-        "string-circulant", ROTATION, {"per_head": True, "layout": "interleaved", "coords": 2}, 2**19, min_dim=4
+        "string-circulant",
+        ROTATION,
+        {"per_head": True, "layout": "interleaved", "coords": 2},
+        2**19,
+        min_dim=4,
     ),
     Row("grape-m-plane", ROTATION, min_dim=2),
     Row("grape-m-plane", ROTATION, {"tied": True, "layout": "interleaved"}, min_dim=2),

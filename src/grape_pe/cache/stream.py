@@ -266,7 +266,11 @@ class StreamingCache(TokenStore):
 
     def _blank(self) -> Encoded:
         """What the encoding returns for one zero token: the structure of its bias and state."""
-        v, shape, coords = torch.zeros_like(self.tokens.newest("v", 1)), self.encoding.shape, self.encoding.coords
+        v, shape, coords = (
+            torch.zeros_like(self.tokens.newest("v", 1)),
+            self.encoding.shape,
+            self.encoding.coords,
+        )
         dtype = self.tokens.newest("k", 1).dtype
         q, k = (v.new_zeros(len(v), n, 1, shape.head_dim, dtype=dtype) for n in (shape.heads, shape.kv_heads))
         x = None if shape.width is None else k.new_zeros(len(k), 1, shape.width)

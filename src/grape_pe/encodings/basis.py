@@ -74,7 +74,7 @@ class BasisRotary(Rotary):
         if basis == "unitary" and self.rotary_dim != d:
             raise ValueError('a unitary basis pairs all features; with rotary_dim use basis="orthogonal"')
         self.kind = basis
-        heads = self.rotary_heads if basis_per_head and self.rotary_heads else 1
+        heads = self.rotary_heads if basis_per_head else 1
         size = (heads, 2, d // 2, d // 2) if basis == "unitary" else (heads, d, d)
         self.weight = None if basis == "circulant" else own_parameter(*size)
         self.reset_parameters()
@@ -91,7 +91,9 @@ class BasisRotary(Rotary):
     def basis(self) -> Tensor:
         """(Hkv|1, D, D)."""
         if self.weight is None:
-            return fourier_basis(self.shape.head_dim, self.layout, self.frequencies.initial.device).unsqueeze(0)
+            return fourier_basis(self.shape.head_dim, self.layout, self.frequencies.initial.device).unsqueeze(
+                0
+            )
         if self.kind == "unitary":
             return unitary_from(self.weight, self.layout)
         return (cayley_from if self.kind == "cayley" else orthogonal_from)(self.weight)
@@ -112,7 +114,9 @@ def _fourier_dim(head_dim: int, rotary_dim: int | None, basis_per_head: bool) ->
     if not most:
         raise ValueError(f"a circulant rotation needs head_dim >= 3, got {head_dim}; use rope")
     if basis_per_head:
-        raise ValueError('basis="circulant" is the same for all heads; use per_head=True for frequencies of each')
+        raise ValueError(
+            'basis="circulant" is the same for all heads; use per_head=True for frequencies of each'
+        )
     if isinstance(rotary_dim, int) and rotary_dim > most:
         raise ValueError(
             f"a circulant rotation turns at most {most} of {head_dim} features, got rotary_dim={rotary_dim}"

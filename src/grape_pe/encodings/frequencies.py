@@ -31,7 +31,8 @@ class Frequencies(FullPrecision):
 
     `disjoint` axes share out the planes, each axis with its own full spectrum; `mixed` lets every
     axis turn every plane. With `sections` all axes share one spectrum, and the first sections[0] planes follow the
-    first axis, the next sections[1] the second (M-RoPE). The initial spectrum is exact: learning moves `delta`, which starts at 0.
+    first axis, the next sections[1] the second (M-RoPE). The initial spectrum is exact: learning moves `delta`,
+    which starts at 0.
     `scaling` is applied to what was learned. `strength` multiplies all frequencies: 1, or less in a fade.
     """
 
@@ -103,8 +104,8 @@ class Frequencies(FullPrecision):
             direction = torch.randn(self.coords, self.planes, dtype=torch.float32)
             return self._axis_spectrum(self.planes) * direction / direction.norm(dim=0)
         if self.sections is not None:
-            axis = torch.arange(self.coords).repeat_interleave(torch.tensor(self.sections))
-            theta[axis, torch.arange(self.planes)] = self._axis_spectrum(self.planes)
+            of_plane = torch.arange(self.coords).repeat_interleave(torch.tensor(self.sections))
+            theta[of_plane, torch.arange(self.planes)] = self._axis_spectrum(self.planes)
             return theta
         for axis, planes in enumerate(torch.arange(self.planes).tensor_split(self.coords)):
             theta[axis, planes] = self._axis_spectrum(len(planes))

@@ -1,4 +1,4 @@
-"""PoPE (Gopalakrishnan et al., 2025): the content sets the lengths of 2D vectors, the position their angles (Eq. M18)."""
+"""PoPE (Gopalakrishnan et al., 2025): content sets the lengths of planar vectors, position their angles (Eq. M18)."""
 
 from __future__ import annotations
 

@@ -37,8 +37,11 @@ class RotationEncoding(Encoding):
     """
 
     transforms = True
-    #: key heads that are turned, the first ones; None for all. The others and their queries are left alone
-    rotary_heads: int | None = None
+
+    @property
+    def rotary_heads(self) -> int:
+        """Key heads that are turned, the first ones; the others and their queries are left alone."""
+        return self.shape.kv_heads
 
     @abstractmethod
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
@@ -46,13 +49,15 @@ class RotationEncoding(Encoding):
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         element, state = self.element(tokens, state)
-        q = self._heads(self._turn_query, element, tokens.q.unflatten(1, (self.shape.kv_heads, self.shape.group)))
+        q = self._heads(
+            self._turn_query, element, tokens.q.unflatten(1, (self.shape.kv_heads, self.shape.group))
+        )
         k = self._heads(self._turn_key, element, tokens.k.unsqueeze(2))
         return Encoded(q.flatten(1, 2), k.squeeze(2), NO_BIAS, state)
 
     def _heads(self, turn: Callable[[Any, Tensor], Tensor], element: Any, x: Tensor) -> Tensor:
         """`turn` of the key heads of x (B, Hkv, G, T, D) that are turned."""
-        if self.rotary_heads in (None, x.shape[1]):
+        if self.rotary_heads == x.shape[1]:
             return turn(element, x)
         return torch.cat([turn(element, x[:, : self.rotary_heads]), x[:, self.rotary_heads :]], 1)
 
@@ -101,7 +106,11 @@ class PlanesEncoding(RotationEncoding):
         check_layout(layout)
         self.layout = layout
         self.rotary_dim = _check_rotary_dim(rotary_dim, shape.head_dim)
-        self.rotary_heads = _check_rotary_heads(rotary_heads, shape.kv_heads)
+        self._rotary_heads = _check_rotary_heads(rotary_heads, shape.kv_heads)
+
+    @property
+    def rotary_heads(self) -> int:
+        return self._rotary_heads
 
     @property
     def whole(self) -> bool:
@@ -255,7 +264,7 @@ class ContextualRotary(PlanesEncoding):
         **planes: Any,
     ) -> None:
         super().__init__(shape, **planes)
-        assert shape.width is not None and self.rotary_heads is not None
+        assert shape.width is not None
         count = self.rotary_dim // 2
         #: clocks of each token: (key heads or 1, planes or 1)
         self.clocks = (
@@ -409,7 +418,11 @@ def _check_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
 def _check_rotary_heads(rotary_heads: int | None, kv_heads: int) -> int:
     if rotary_heads is None:
         return kv_heads
-    if not isinstance(rotary_heads, int) or isinstance(rotary_heads, bool) or not 1 <= rotary_heads <= kv_heads:
+    if (
+        not isinstance(rotary_heads, int)
+        or isinstance(rotary_heads, bool)
+        or not 1 <= rotary_heads <= kv_heads
+    ):
         raise ValueError(
             f"rotary_heads must be from 1 to kv_heads = {kv_heads}, the number of first key heads that are turned; "
             f"got {rotary_heads!r}"

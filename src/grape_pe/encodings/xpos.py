@@ -112,5 +112,7 @@ class XPos(RotationEncoding):
     def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
         moved = super().rebase_keys(k, offset)
         if not bool(moved.isfinite().all()):
-            raise ValueError(f"keys of xpos cannot be moved by {offset:g}: they exceed {k.dtype}; move them by less")
+            raise ValueError(
+                f"keys of xpos cannot be moved by {offset:g}: they exceed {k.dtype}; move them by less"
+            )
         return moved

@@ -132,7 +132,9 @@ class AdaptedFields:
             if any(name in given for given in [options, *nested]):
                 raise ValueError(f"option {name!r} is set by the model's own RoPE; leave it out")
         if any(given.get("basis") == "circulant" for given in [options, *nested]):
-            raise ValueError('basis="circulant" would change the logits; use "orthogonal", which starts as the RoPE')
+            raise ValueError(
+                'basis="circulant" would change the logits; use "orthogonal", which starts as the RoPE'
+            )
 
     def _check_attention(self) -> None:
         """Attention that `grape_pe.attend` computes: one fixed spectrum, no dropout, no soft-capping, causal."""

@@ -28,8 +28,8 @@ from transformers import (  # noqa: E402
 
 from ..encodings import Encoding, convert_layout  # noqa: E402
 from ..encodings.base import NoPE  # noqa: E402
-from ..encodings.frequencies import Frequencies, log_uniform  # noqa: E402
 from ..encodings.basis import BasisRotary  # noqa: E402
+from ..encodings.frequencies import Frequencies, log_uniform  # noqa: E402
 from ..encodings.rotary import Rotary  # noqa: E402
 from ..groups.rotation import Layout  # noqa: E402
 from ..models.config import DecoderConfig  # noqa: E402
