@@ -91,7 +91,7 @@ class XPos(RotationEncoding):
         state = state[..., -1:].expand(tokens.q.shape[0], 1, -1)
         self._check_reach((n - state).abs(), tokens.q.dtype)
         code = super().encode(tokens, state)
-        code.state = state.expand(-1, -1, n.shape[-1])
+        code.state = state.expand(-1, -1, n.shape[-1]).clone()  # the old one may be a cache's storage
         return code
 
     def _check_reach(self, far: Tensor, dtype: torch.dtype) -> None:
