@@ -68,8 +68,8 @@ OPTIONS: dict[str, Options] = {
         **r.choice(({}, {"probe_dim": 3}, {"probe": "q"}, {"probe": "k"})),
     },
 }
-ROTATIONS = ("rope", "grape-m", "grape-m-ctx", "grape-m-basis", "grape-m-plane", "grape-m-mix", "liere")
-ROTATIONS += ("string-cayley", "string-circulant", "xpos", "pope")
+GRAPE_M = ("grape-m", "grape-m-ctx", "grape-m-basis", "grape-m-plane", "grape-m-mix")
+ROTATIONS = ("rope", *GRAPE_M, "liere", "string-cayley", "string-circulant", "xpos", "pope")
 WIDE = ("grape-m-plane", "grape-m-mix", "path", "string-circulant")
 DISTANCES = ("t5", "kerple-log", "kerple-power", "sandwich", "relative")
 BIASES = [name for name in OPTIONS if name.startswith(("alibi", "fox", "grape-a")) and name != "grape-a-dict"]
