@@ -32,7 +32,7 @@ def readable(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
-def require(ok: Tensor, readable: bool, message: str) -> None:
+def ensure(ok: Tensor, readable: bool, message: str) -> None:
     """A ValueError where Python may read the value, else an assertion on the device."""
     if not readable:
         torch._assert_async(ok, message)

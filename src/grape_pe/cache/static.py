@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..bias import LINKS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
-from ..precision import require, without_autocast
+from ..precision import ensure, without_autocast
 from .inputs import AttentionInputs, Norms, encode
 from .layout import Layout, checked, drops, moves, valid
 from .table import fit, take, writable
@@ -73,8 +73,8 @@ class Place:
         slots = self.lengths.unsqueeze(-1) + step
         where = self._positions(step, positions, moved.get("order"))
         bad = drops(where, None if fresh else self.next - 1)
-        require(~(bad if taken is None else bad & valid(taken, count)).any(), readable, INCREASE)
-        require((slots < capacity).all(), readable, FULL)
+        ensure(~(bad if taken is None else bad & valid(taken, count)).any(), readable, INCREASE)
+        ensure((slots < capacity).all(), readable, FULL)
         last = where[:, -1]
         if taken is not None:
             last = where.gather(1, (taken - 1).clamp(min=0).unsqueeze(-1))[:, 0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..groups import PlaneRotation, ScaledRotation
 from ..groups.rotation import Layout
-from ..precision import exact_dtype, readable, require
+from ..precision import ensure, exact_dtype, readable
 from .base import Encoded, HeadShape, State, Tokens
 from .facts import Facts
 from .frequencies import Frequencies
@@ -96,7 +96,7 @@ class XPos(RotationEncoding):
 
     def _check_reach(self, far: Tensor, dtype: torch.dtype) -> None:
         reach = self.reach(dtype)
-        require(
+        ensure(
             (far <= reach).all(),
             readable(far) and far.device.type == "cpu",
             f"xpos keeps positions up to {reach:.0f} from the middle of the first call in {dtype}, and these are "

@@ -48,11 +48,15 @@ def spectral_rows(view: LayerView, at: Sequence[int] = (1, 4, 16, 64, 256)) -> t
     """Rows for distances within the text, and what is measured in words."""
     within = [d for d in at if d < view.length]
     parts = parts_of(view.encoding)
-    special = [part for part in parts if isinstance(part, (PaTH, ShiftSlope))]
+    special = [part for part in parts if isinstance(part, (PaTH, PoPE, ShiftSlope, XPos))]
     if special and len(parts) > 1:
         return [], "no closed form is known for this composition"
-    if any(isinstance(part, (PoPE, XPos)) for part in parts):
-        return [], "pope and xpos do not act as one matrix on queries and keys"
+    if isinstance(view.encoding, PoPE):
+        return [], "no matrix acts on queries and keys (Eq. M18)"
+    if isinstance(view.encoding, XPos):
+        return [
+            _xpos_row(view, view.encoding, d) for d in within
+        ], "turned and faded planes in GL(D) (Eq. M17)"
     if isinstance(view.encoding, PaTH):
         return [_path_row(view, d) for d in within], (
             "product of factors I − β w wᵀ along the last tokens (Eq. S7): determinant, and bounds of σ"
@@ -140,6 +144,21 @@ def _phase(view: LayerView, head: int, distance: int) -> Tensor:
             phases = part.phases(state)[0]
             return phases[min(head, phases.shape[0] - 1), distance - 1]
     raise ValueError("no contextual rotation in this encoding")
+
+
+def _xpos_row(view: LayerView, encoding: XPos, distance: int) -> SpectralRow:
+    """The matrix between a query and a key so far before it: sigma is zeta^(distance / scale_base) of each plane."""
+    elements = group_elements(view)
+    assert elements is not None
+    q, k = (each[0].double() for each in elements)
+    values = torch.linalg.svdvals(q[distance].T @ k[0])
+    closed = torch.exp(-encoding.rates(q.device) * distance)
+    largest = 1.0 if encoding.shape.head_dim % 2 else float(closed.max())
+    quantities = [
+        Quantity("largest σ", largest, float(values[0])),
+        Quantity("smallest σ", float(closed.min()), float(values[-1])),
+    ]
+    return _row(distance, 0, quantities)
 
 
 def _shift_rows(view: LayerView, encoding: ShiftSlope, within: Sequence[int]) -> list[SpectralRow]:
