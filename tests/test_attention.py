@@ -139,7 +139,7 @@ def test_logsumexp_and_its_gradient(impl, kind, mask):
         leaves = cast(rounded(inputs(150), torch.float32), dtype)
         qkv = (leaves[n] for n in "qkv")
         y, lse = attend(*qkv, bias=BIASES[kind](leaves), impl=name, return_lse=True, **masks)
-        assert lse.dtype == torch.float32 and lse.shape == y.shape[:3]
+        assert lse.dtype == dtype and lse.shape == y.shape[:3]
         seen = lse.isfinite()
         (y.double().square().sum() + lse.double()[seen].sin().sum()).backward()
         grads = {n: x.grad.double() for n, x in leaves.items() if x.grad is not None}

@@ -149,7 +149,7 @@ def attend(
 
     Returns:
         (B, H, Tq, Dv) in v's dtype; zeros for a query that sees no key. With `return_lse` also (B, H, Tq) in
-        float32, -inf for such a query.
+        float32 (float64 for float64 inputs), -inf for such a query.
 
     A query, or a visible key or value, that holds a NaN or an infinity makes its rows NaN; hidden ones change
     nothing. There is no second derivative, except by impl="reference" and "blocks".

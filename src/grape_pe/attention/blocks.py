@@ -46,13 +46,13 @@ def attend_blocks(
         if not finite:
             logits = logits.where(sound_q[:, :, rows] & sound_k[:, :, cols].mT, float("nan"))
         weights, lse = _softmax(logits, masks, rows, cols)
-        return weights @ v[:, :, cols], lse.float()
+        return weights @ v[:, :, cols], lse
 
     size = min(BLOCK_ROWS, max(1, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2])))
     blocks = [slice(t, min(t + size, q.shape[2])) for t in range(0, q.shape[2], size)]
     if not blocks or k.shape[2] == 0:
         out = q.new_zeros(*q.shape[:3], v.shape[-1]) + 0.0 * (q.sum() + k.sum() + v.sum())
-        return out.to(dtype), q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        return out.to(dtype), q.new_full(q.shape[:3], float("-inf"))
     if torch.is_grad_enabled():
         parts = [checkpoint(block, rows, use_reentrant=False) for rows in blocks]
     else:

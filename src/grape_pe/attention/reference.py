@@ -37,4 +37,4 @@ def attend_reference(
     logits = logits.masked_fill(blind, 0.0)
     weights = logits.softmax(-1).masked_fill(blind, 0.0)
     lse = logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
-    return (weights @ v).to(dtype), lse.float()
+    return (weights @ v).to(dtype), lse

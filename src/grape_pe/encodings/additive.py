@@ -316,6 +316,7 @@ class PhaseSlope(SlopeEncoding):
     )
 
     contextual = True
+    state_adds = True
 
     def __init__(
         self,
@@ -363,6 +364,7 @@ class FoX(Encoding):
     )
 
     contextual = True
+    state_adds = True
 
     def __init__(self, shape: HeadShape, *, forget_bias: float = 0.0) -> None:
         super().__init__(shape)

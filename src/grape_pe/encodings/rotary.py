@@ -250,6 +250,7 @@ class ContextualRotary(PlanesEncoding):
     )
 
     contextual = True
+    state_adds = True
 
     def __init__(
         self,

@@ -1,0 +1,98 @@
+"""Messages between ranks that each hold a part of a sequence: blocks that go round, and sums over earlier parts.
+
+A sequence is cut into 2N chunks for N ranks, and rank r holds chunks r and 2N-1-r ("zigzag"): a causal query sees the
+keys before it, and so every rank has the same work at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """The ranks of a process group in a circle: each sends to the next."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @property
+    def chunks(self) -> int:
+        return 2 * self.size
+
+    def held(self, rank: int) -> tuple[int, int]:
+        """The numbers of the two chunks of a rank, in the order in which it holds them."""
+        return rank, self.chunks - 1 - rank
+
+    def blocks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """(rank, its tensors) of all ranks: one's own, then those of the rank before, and so on.
+
+        The next block is on its way while the caller computes with this one.
+        """
+        block = [x.contiguous() for x in tensors]
+        for step in range(self.size):
+            coming = self._exchange(block) if step + 1 < self.size else None
+            yield (self.rank - step) % self.size, block
+            if coming is not None:
+                block = _received(*coming, block)
+
+    def passed_on(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the rank before, like ours, which go to the next."""
+        if self.size == 1 or not tensors:
+            return list(tensors)
+        return _received(*self._exchange(tensors), tensors)
+
+    def _exchange(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Tensor, Tensor]:
+        """One message of bytes each way; it is there when the works are done."""
+        ours = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in tensors])
+        theirs = torch.empty_like(ours)
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
+        ways = (dist.isend, ours, after), (dist.irecv, theirs, before)
+        operations = [dist.P2POp(way, x, group=self.group, group_peer=peer) for way, x, peer in ways]
+        # `ours` is returned as well: it must live until it is sent
+        return dist.batch_isend_irecv(operations), theirs, ours
+
+    @torch.compiler.disable
+    def gathered(self, x: Tensor) -> Tensor:
+        """(N, …): x of every rank; differentiable, and summed in the order of the ranks."""
+        return _Gathered.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def sums_before(self, totals: Tensor) -> Tensor:
+        """(2, …): the sums over all chunks before our two, given the totals of our two chunks."""
+        of_ranks = self.gathered(totals)  # (N, 2, …)
+        ordered = torch.cat([of_ranks[:, 0], of_ranks[:, 1].flip(0)])
+        before = torch.cat([torch.zeros_like(ordered[:1]), ordered[:-1].cumsum(0)])
+        return before[list(self.held(self.rank))]
+
+
+def _received(works: list[Any], message: Tensor, _: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    for work in works:
+        work.wait()
+    parts = message.split([x.numel() * x.element_size() for x in like])
+    # a clone, because a part of the message need not be aligned for its dtype
+    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        return _all(x, ring)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # each rank needs the sum of its slice over all ranks; all_reduce would leave the order to the backend
+        return _all(grad, ctx.ring)[:, ctx.ring.rank].sum(0), None
+
+
+def _all(x: Tensor, ring: Ring) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ring.size)]
+    dist.all_gather(parts, x.contiguous(), group=ring.group)
+    return torch.stack(parts)
