@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import grape_pe as grape
 from grape_pe import testing
+from grape_pe.models import Decoder, DecoderConfig
 from grape_pe.parallel import ContextParallel
 
 CASES: dict[str, dict[str, Any]] = {
@@ -41,10 +43,14 @@ def build(name: str, dtype: torch.dtype) -> tuple[grape.Encoding, testing.Sample
     return enc.to(dtype), testing.sample(enc.to(dtype), tokens=TOKENS, dtype=dtype, seed=3)
 
 
-def learn(name: str, dtype: torch.dtype, parallel: ContextParallel | None, impl: str = "auto") -> dict[str, Tensor]:
-    """The output and the gradients of q, k, v, x and all parameters; of this rank's tokens, and its share of the last."""
+def learn(
+    name: str, dtype: torch.dtype, parallel: ContextParallel | None, impl: str = "auto"
+) -> dict[str, Tensor]:
+    """The output and the gradients of q, k, v, x, for this rank's tokens, and its share of the parameters' gradients."""
     enc, data = build(name, dtype)
-    towards = torch.randn(data.v.shape[0], 4, TOKENS, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    towards = torch.randn(
+        data.v.shape[0], 4, TOKENS, 8, generator=torch.Generator().manual_seed(1), dtype=dtype
+    )
     dims = {"x": 1, "q": 2, "k": 2, "v": 2}
     given = {n: getattr(data, n) for n in dims} | {"towards": towards}
     if parallel is not None:
@@ -62,28 +68,61 @@ def learn(name: str, dtype: torch.dtype, parallel: ContextParallel | None, impl:
     return {"y": y.detach()} | {n: t.grad for n, t in leaves.items() if t.grad is not None}
 
 
+def learn_language(parallel: ContextParallel | None, checkpointing: bool = False) -> dict[str, Tensor]:
+    """A decoder with KV-shift: its loss over all targets and the gradients, of this rank its share."""
+    torch.manual_seed(0)
+    sizes = {"width": 32, "layers": 2, "heads": 2, "vocab_size": 11, "kv_shift": True}
+    model = Decoder(DecoderConfig(**sizes, encoding="rope+fox+grape-ap")).double()
+    model.gradient_checkpointing = checkpointing
+    tokens = torch.randint(11, (2, TOKENS + 1), generator=torch.Generator().manual_seed(4))
+    tokens, targets = tokens[:, :-1], tokens[:, 1:]
+    count = targets.numel()
+    if parallel is not None:
+        tokens, targets = parallel.split(tokens), parallel.split(targets)
+    loss = model(tokens, targets=targets, count=count, parallel=parallel)
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def most_saved(parallel: ContextParallel) -> int:
+    """Elements that autograd keeps of one call of `attend`, in the largest tensor."""
+    enc, data = build("fox", torch.float64)
+    q, k, v, x = (parallel.split(t, dim) for t, dim in ((data.q, 2), (data.k, 2), (data.v, 2), (data.x, 1)))
+    code = parallel.encode(enc, q, k, x=x)
+    sizes: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        parallel.attend(code.q, code.k, v.requires_grad_(), bias=code.bias)
+    return max(sizes)
+
+
 def _rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    found: dict[Any, Any] = {}
-    parallel = ContextParallel()
+    parallel, found = ContextParallel(), {}
     for name in CASES:
         for dtype in DTYPES:
-            try:
-                found[name, dtype] = learn(name, dtype, parallel), learn(name, dtype, parallel)
-            except Exception:  # the other ranks fail as well, or the test hangs and says so
-                found[name, dtype] = traceback.format_exc()
-    found["uneven"] = refusal(lambda: parallel.attend(*torch.zeros(3, 1, 1, 4 if rank else 6, 2)))
+            found[name, dtype] = answer(
+                lambda n=name, d=dtype: (learn(n, d, parallel), learn(n, d, parallel))
+            )
+    found["language"] = answer(lambda: learn_language(parallel))
+    found["checkpointed"] = answer(lambda: learn_language(parallel, checkpointing=True))
+    found["most saved"] = answer(lambda: most_saved(parallel))
+    found["uneven"] = answer(lambda: parallel.attend(*torch.zeros(3, 1, 1, 4 if rank else 6, 2)))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def refusal(call: Any) -> str:
+def answer(call: Callable[[], Any]) -> Any:
+    """Or the error as text: a rank that stopped would leave the others waiting."""
     try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
+        return call()
+    except Exception:
+        return traceback.format_exc()
 
 
 def on_ranks(size: int, folder: Path) -> list[dict[Any, Any]]:

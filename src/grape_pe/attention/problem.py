@@ -277,23 +277,30 @@ class _Attention(torch.autograd.Function):
         arguments = (ctx.kernel, tensors, ctx.numbers, wanted, d_out, d_lse, results)
         found: Sequence[Tensor] = _below_autograd(attention_backward, *arguments)
         if torch.is_grad_enabled():
-            found = _NoSecondDerivative.apply(len(found), *found, *tensors, d_out, d_lse)  # type: ignore[no-untyped-call]
+            found = no_second_derivative(FUSED, found, [*tensors, d_out, d_lse])
         grads = dict(zip(wanted, found, strict=True))
         return None, None, *map(grads.get, range(len(TENSORS)))
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Passes the gradients on, and refuses to differentiate them."""
+FUSED = "grape.attend has no second derivative by its fused kernels; use impl='reference' or impl='blocks'"
 
+
+def no_second_derivative(
+    message: str, gradients: Sequence[Tensor], inputs: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The gradients, which cannot be differentiated with respect to the inputs: that raises with the message."""
+    return _NoSecondDerivative.apply(message, len(gradients), *gradients, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError(
-            "grape.attend has no second derivative by its fused kernels; use impl='reference' or impl='blocks'"
-        )
+        raise NotImplementedError(ctx.message)
 
 
 _LIBRARY = torch.library.Library("grape", "DEF")

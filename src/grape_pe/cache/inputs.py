@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from ..precision import working_dtype
 from .layout import Layout
 from .table import take
 
+if TYPE_CHECKING:
+    from ..parallel import ContextParallel
+
 #: of encoded queries and keys
 Norms = tuple[nn.Module, nn.Module]
 
@@ -28,7 +31,8 @@ Norms = tuple[nn.Module, nn.Module]
 class AttentionInputs:
     """Encoded queries and all they may see: keys, values, bias and masks for `attend`.
 
-    `rows` (B, T), if not None, puts the results in the packed order of the call. `step` marks a prepared call
+    `rows` (B, T), if not None, puts the results in the packed order of the call. With `parallel` the keys are those
+    of this rank, and queries see those of all. `step` marks a prepared call
     of one token on the CPU, whose tensors are known to fit.
     """
 
@@ -39,15 +43,20 @@ class AttentionInputs:
     masks: dict[str, Any]
     rows: Tensor | None = None
     step: bool = False
+    parallel: ContextParallel | None = None
 
     def attend(self, **options: Any) -> Tensor:
         if self.step and not options.keys() - {"scale"}:
             return attend_step(self.q, self.k, self.v, self.bias, **options, **self.masks)
+        if self.parallel is not None:
+            return self.parallel.attend(self.q, self.k, self.v, bias=self.bias, **self.masks, **options)
         y = attend(self.q, self.k, self.v, bias=self.bias, **self.masks, **options)
         return y if self.rows is None else take(y, self.rows, 2)
 
     def weights(self, **options: Any) -> Tensor:
         """Dense softmax weights (B, H, T, Tk): attention over the unit vectors of the keys."""
+        if self.parallel is not None:
+            raise ValueError("attention weights are not available where several devices share a sequence")
         unit = torch.eye(self.k.shape[2], dtype=self.v.dtype, device=self.v.device)
         unit = unit.expand(*self.k.shape[:2], -1, -1)
         y = attend(self.q, self.k, unit, bias=self.bias, impl="reference", **self.masks, **options)
@@ -72,11 +81,16 @@ def encode(
     if shift is not None:
         if x is None:
             raise ValueError("KV-shift reads the block's input: pass x=… (B, T, C)")
-        k, v, shifted = shift(k, v, x, shift_state, layout.starts)
+        if layout.parallel is not None:
+            k, v = layout.parallel.shift(shift, k, v, x)
+        else:
+            k, v, shifted = shift(k, v, x, shift_state, layout.starts)
     if key_norm is not None:
         k = key_norm(k).to(v.dtype)
     prepared = layout.prepared
-    if prepared is None or prepared.working != working_dtype(q.dtype) or hooked(encoding):
+    if layout.parallel is not None:
+        code = layout.parallel.encode(encoding, q, k, x=x, v=v, positions=layout.positions)
+    elif prepared is None or prepared.working != working_dtype(q.dtype) or hooked(encoding):
         code = encoding(q, k, x=x, v=v, positions=layout.positions, state=state)
     else:
         code = encoding.encode(Tokens(q, k, prepared.positions, x, v, prepared.values), state)

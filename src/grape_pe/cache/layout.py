@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from ..encodings.prepared import Preparation, Prepared
 from .table import fit, take
+
+if TYPE_CHECKING:
+    from ..parallel import ContextParallel  # which imports torch.distributed
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,7 @@ class Layout:
     next: the position that follows, for each sequence; None with several coordinates.
     places: positions of the tokens of each sequence, if they are not those that follow.
     prepared: what all layers share in a step of a few tokens without gradients; None in other calls.
+    parallel: the ranks that share each sequence; the tokens are then those of this rank.
     """
 
     positions: Tensor | None = None
@@ -55,6 +59,7 @@ class Layout:
     next: list[float] | None = None
     places: list[list[float]] | None = None
     prepared: Prepared | None = None
+    parallel: ContextParallel | None = None
 
     def prepare(self, preparation: Preparation, dtype: torch.dtype) -> Self:
         """The same layout with `prepared`, for tokens of this dtype; for calls whose arguments were checked."""

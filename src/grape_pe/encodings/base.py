@@ -132,7 +132,7 @@ class Encoding(FullPrecision, ABC):
     contextual: ClassVar[bool] = False
     #: how many slices of the state the next token reads: the last one, or a few for a convolution
     lookback: int = 1
-    #: the state is a running sum, so parts of a sequence can be encoded apart, each from the sum of the totals before it
+    #: the state is a running sum: parts of a sequence can be encoded apart, each from the totals before it
     state_adds: ClassVar[bool] = False
     #: a cache rewrites the tensors of older tokens through `Bias.settled`; such an encoding has a state
     settles: ClassVar[bool] = False

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from ..cache import Layout, StreamingCache, Tail, arrange, check_packing
 from ..encodings import Encoding
 from ..encodings.path import PaTH
+
+if TYPE_CHECKING:
+    from ..parallel import ContextParallel
 
 QKNorm = bool | Literal["after"]
 
@@ -88,9 +91,12 @@ def call_layout(
     documents: Tensor | None = None,
     padding: Tensor | None = None,
     cache: StreamingCache | None = None,
+    parallel: ContextParallel | None = None,
 ) -> Layout:
     """Where the tokens of a call (B, T, …) stand, its arguments checked. A model makes one for all layers."""
     batch, count = x.shape[:2]
+    if parallel is not None:
+        return _shared(parallel, x, encoding, positions, documents=documents, padding=padding, cache=cache)
     if cache is None and positions is None and padding is None:
         layout = Layout() if documents is None else _packed(documents, batch, count)
     else:
@@ -107,6 +113,18 @@ def call_layout(
         )
     check_packing(encoding, layout)
     return layout
+
+
+def _shared(
+    parallel: ContextParallel, x: Tensor, encoding: Encoding, positions: Tensor | None, **given: Any
+) -> Layout:
+    """Of sequences that several ranks share."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"parallel= is for whole sequences without {name}=; leave one of them out")
+    if positions is None and encoding.coords == 1:
+        positions = parallel.tokens(x.shape[1] * parallel.ring.size, x.device)
+    return Layout(positions, parallel=parallel)
 
 
 def _packed(documents: Tensor, batch: int, count: int) -> Layout:

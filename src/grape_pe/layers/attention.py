@@ -10,7 +10,7 @@ Parameters have the names of Hugging Face's Llama, so that tools which look for 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -30,6 +30,9 @@ from .arguments import (
 )
 from .kv_shift import KVShift
 from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from ..parallel import ContextParallel
 
 
 class Attention(nn.Module):
@@ -105,6 +108,7 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
         padding: Tensor | None = None,
         cache: StreamingCache | None = None,
+        parallel: ContextParallel | None = None,
     ) -> Tensor:
         """The attended values (B, T, C); zeros at padding.
 
@@ -116,12 +120,13 @@ class Attention(nn.Module):
                 used twice. With a cache, the first goes on if its id is the last one's (0 at first).
             padding: (B, T) bool, True where there is no token, anywhere in a sequence.
             cache: from `cache()`; the tokens then continue those before.
+            parallel: the ranks that share each sequence; x has this rank's tokens (`parallel.split`).
         """
         encoding = self._own_encoding()
         check_input(x, self.width)
         if cache is not None:
             check_cache(cache, encoding, self.kv_shift, self.norms(encoding))
-        layout = call_layout(x, encoding, positions, documents, padding, cache)
+        layout = call_layout(x, encoding, positions, documents, padding, cache, parallel)
         check_sinks(self.sinks, layout)
         if cache is not None:
             layout = layout.prepare(cache.preparation, x.dtype)
@@ -215,7 +220,7 @@ def see(
     code, v, _ = encode(encoding, q, k, v, x, layout, shift, key_norm, norm_after)
     if layout.documents is not None:
         masks["documents"] = layout.documents
-    return AttentionInputs(code.q, code.k, v, code.bias, masks)
+    return AttentionInputs(code.q, code.k, v, code.bias, masks, parallel=layout.parallel)
 
 
 def dense_weights(

@@ -7,7 +7,7 @@ loss = model(tokens, targets=targets)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +20,9 @@ from ..layers.arguments import call_layout, check_layers, check_model_cache, che
 from .blocks import EMBEDDING_STD, Block
 from .config import DecoderConfig
 from .loss import cross_entropy
+
+if TYPE_CHECKING:
+    from ..parallel import ContextParallel
 
 
 class DecoderCache:
@@ -132,6 +135,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         cache: DecoderCache | None = None,
+        parallel: ContextParallel | None = None,
     ) -> Tensor:
         """Logits (B, T, V); or, with `targets`, their mean cross entropy, computed in chunks.
 
@@ -144,8 +148,11 @@ class Decoder(nn.Module):
             positions: (B|1, T), if they are not those that follow; where they fall, a document begins.
             padding: (B, T) bool, True where there is no token, anywhere in a sequence.
             cache: from `cache()`; the tokens then continue those before.
+            parallel: the ranks that share each sequence. Tokens and targets are those of this rank (`parallel.split`)
+                and so is the loss: with `count` for all ranks, losses and gradients of all ranks are to be added.
         """
-        hidden = self.hidden(tokens, documents=documents, positions=positions, padding=padding, cache=cache)
+        given = {"documents": documents, "positions": positions, "padding": padding}
+        hidden = self.hidden(tokens, **given, cache=cache, parallel=parallel)
         if targets is not None:
             return cross_entropy(hidden, self.head, targets, count)
         return hidden @ self.head.T
@@ -158,6 +165,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         cache: DecoderCache | None = None,
+        parallel: ContextParallel | None = None,
     ) -> Tensor:
         """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
         if tokens.dim() != 2:
@@ -165,7 +173,7 @@ class Decoder(nn.Module):
         encoding, first = self.model.encoding_of(0), None if cache is None else cache.layers[0]
         if first is not None:
             check_model_cache(first, encoding)
-        layout = call_layout(tokens, encoding, positions, documents, padding, first)
+        layout = call_layout(tokens, encoding, positions, documents, padding, first, parallel)
         check_sinks(self.config.sinks, layout)
         if cache is not None:
             layout = layout.prepare(self.model.preparation, self.model.embed_tokens.weight.dtype)

@@ -10,12 +10,12 @@ Letters: B batch, H query heads, T tokens of this rank, N ranks; the sequence ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.pruning import Prune
 from ..bias import NO_BIAS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, parts_of
@@ -50,7 +50,7 @@ class ContextParallel:
         group = dist.group.WORLD if group is None else group
         assert group is not None
         self.ring = Ring(group, dist.get_rank(group), dist.get_world_size(group))
-        self._agreed: set[tuple[int, ...]] = set()
+        self._agreed: set[str] = set()
 
     def tokens(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """(T,): the places in a sequence of `length` tokens of those that this rank holds."""
@@ -93,13 +93,16 @@ class ContextParallel:
         before = _mapped(lambda state: self._sums_before(state, length), code.state)
 
         def of_chunk(i: int) -> Encoded:
-            part = slice(i * length // 2, (i + 1) * length // 2)
-            ours = [None if y is None else y[:, :, part] for y in (q, k, v)]
-            at = None if positions is None else positions.narrow(-min(encoding.coords, 2), part.start, length // 2)
+            first, half = i * length // 2, length // 2
+            at = None if positions is None else positions.narrow(-min(encoding.coords, 2), first, half)
             return encoding(
-                ours[0], ours[1], v=ours[2], x=None if x is None else x[:, part], positions=at,
+                q.narrow(2, first, half),
+                k.narrow(2, first, half),
+                x=None if x is None else x.narrow(1, first, half),
+                v=None if v is None else v.narrow(2, first, half),
+                positions=at,
                 state=_mapped(lambda sums: sums[i], before),
-            )  # fmt: skip
+            )
 
         first, second = of_chunk(0), of_chunk(1)
         q, k = torch.cat([first.q, second.q], 2), torch.cat([first.k, second.k], 2)
@@ -113,6 +116,7 @@ class ContextParallel:
         *,
         bias: Bias | None = None,
         window: int | None = None,
+        sinks: int = 0,
         documents: Tensor | None = None,
         scale: float | None = None,
         prune: Prune = "auto",
@@ -122,11 +126,11 @@ class ContextParallel:
 
         Args:
             q, k, v, bias: of this rank's tokens; `encode` makes them.
-            window, documents: refused; they are here for the sake of the message.
+            window, sinks, documents: refused.
             scale, prune, impl: as for `grape.attend`, for each block.
         """
         bias = NO_BIAS if bias is None else bias
-        _check_supported(bias, window, documents)
+        _check_supported(bias, {"window": window, "sinks": sinks or None, "documents": documents})
         length = self._checked_length(q)
         if k.shape[2] != length or v.shape[2] != length:
             raise ValueError(
@@ -145,6 +149,14 @@ class ContextParallel:
         out, _ = over_ring(work, [*rows, *bias.views().values()], [k, v, *bias.traces().values()])
         return out.to(v.dtype)
 
+    def shift(self, module: nn.Module, k: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """KV-shift of this rank's tokens: each chunk begins with the last token of the one before it."""
+        ends = [y.unflatten(2, (2, -1))[:, :, :, -1:].movedim(2, 0) for y in (k, v)]  # (2, B, Hkv, 1, D)
+        before = [self.ring.before(y) for y in ends]
+        chunks = zip(k.chunk(2, 2), v.chunk(2, 2), x.chunk(2, 1), *before, strict=True)
+        mixed = [module(k, v, x, (last_k, last_v))[:2] for k, v, x, last_k, last_v in chunks]
+        return torch.cat([each[0] for each in mixed], 2), torch.cat([each[1] for each in mixed], 2)
+
     def _checked_length(self, q: Tensor) -> int:
         if q.dim() != 4 or q.shape[2] % 2 or q.shape[2] < 4:
             raise ValueError(
@@ -155,29 +167,32 @@ class ContextParallel:
 
     def _agree(self, *tensors: Tensor) -> None:
         """Raise in every rank if one has other shapes: their messages would not fit. Asked once for each shape."""
-        shapes = tuple((tuple(x.shape), x.dtype) for x in tensors)
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
         if shapes in self._agreed:
             return
         told: list[Any] = [None] * self.ring.size
-        dist.all_gather_object(told, str(shapes), group=self.ring.group)
+        dist.all_gather_object(told, shapes, group=self.ring.group)
         odd = [rank for rank, each in enumerate(told) if each != told[0]]
         if odd:
             raise ValueError(
-                f"all ranks must hold tensors of the same shapes and dtypes, got {told[0]} in rank 0 and "
-                f"{told[odd[0]]} in rank {odd[0]}; pad the batch or the sequence"
+                f"all ranks must hold tensors of the same shapes and dtypes, got [{told[0]}] in rank 0 and "
+                f"[{told[odd[0]]}] in rank {odd[0]}; pad the batch or the sequence"
             )
         self._agreed.add(shapes)
 
     def _sums_before(self, state: Tensor, length: int) -> Tensor:
         """(2, B, n, 1): for our two chunks the sum before them, from running sums over one after the other."""
         middle, end = state[..., -length // 2 - 1], state[..., -1]
-        return self.ring.sums_before(torch.stack([middle, end - middle])).unsqueeze(-1)
+        return self.ring.before(torch.stack([middle, end - middle]), summed=True).unsqueeze(-1)
 
 
-def _check_supported(bias: Bias, window: int | None, documents: Tensor | None) -> None:
-    for name, given in (("window", window), ("documents", documents)):
+def _check_supported(bias: Bias, masks: Mapping[str, Any]) -> None:
+    for name, given in masks.items():
         if given is not None:
-            raise ValueError(f"context parallelism has causal attention only, got {name}; use grape.attend on one device")
+            raise ValueError(
+                f"context parallelism has causal attention without further masks, got {name}; leave it out, or use "
+                "grape.attend with the sequence on one device"
+            )
     for part in parts_of(bias):
         if not isinstance(part, KINDS):
             raise ValueError(

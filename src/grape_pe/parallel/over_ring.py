@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..attention import attend
+from ..attention.problem import no_second_derivative
 from ..attention.pruning import Prune
 from ..bias import Bias, PathBias
 from ..precision import working_dtype
@@ -161,26 +161,43 @@ class _OverRing(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
         saved = ctx.saved_tensors  # read once: gradient checkpointing allows no second time
         tensors, results = saved[: len(needs)], saved[len(needs) :]
-        rows = _leaves(tensors[: ctx.count], needs)
-        ours = [x for x in rows if x.requires_grad]
-        of_rows: Tensors = []
-        of_keys: Tensors = []
-        for other, block in ctx.work.ring.blocks(tensors[ctx.count :]):
-            keys = _leaves(block, needs[ctx.count :])
-            theirs = [x for x in keys if x.requires_grad]
-            made = _gradients(ctx.work, rows, keys, other, results, grads, [*ours, *theirs])
-            of_rows = _added(of_rows, made[: len(ours)])
-            # the sum for a block travels with it, one step behind, and ends where the block comes from
-            of_keys = ctx.work.ring.passed_on(_added(of_keys, made[len(ours) :]))
-        found = iter([*of_rows, *of_keys])
-        return None, None, *(
-            next(found).to(x.dtype) if need else None for x, need in zip(tensors, needs, strict=True)
-        )
+        with torch.no_grad():
+            found: Tensors = _all_gradients(ctx.work, ctx.count, tensors, needs, results, grads)
+        if torch.is_grad_enabled():
+            found = no_second_derivative(ONCE, found, [*tensors, *grads])
+        each = iter(found)
+        return None, None, *(next(each) if need else None for need in needs)
+
+
+ONCE = "context parallelism has no second derivative; use grape.attend(…, impl='blocks') on one device"
+
+
+def _all_gradients(
+    work: Attention | Crossings,
+    count: int,
+    tensors: Tensors,
+    needs: Sequence[bool],
+    results: Tensors,
+    grads: Tensors,
+) -> list[Tensor]:
+    """Of the tensors that need one, over all ranks."""
+    rows = _leaves(tensors[:count], needs)
+    ours = [x for x in rows if x.requires_grad]
+    of_rows: Tensors = []
+    of_keys: Tensors = []
+    for other, block in work.ring.blocks(tensors[count:]):
+        keys = _leaves(block, needs[count:])
+        theirs = [x for x in keys if x.requires_grad]
+        made = _gradients(work, rows, keys, other, results, grads, [*ours, *theirs])
+        of_rows = _added(of_rows, made[: len(ours)])
+        # the sum for a block travels with it, one step behind, and ends where the block comes from
+        of_keys = work.ring.passed_on(_added(of_keys, made[len(ours) :]))
+    needing = [x for x, need in zip(tensors, needs, strict=True) if need]
+    return [grad.to(x.dtype) for grad, x in zip([*of_rows, *of_keys], needing, strict=True)]
 
 
 def _leaves(tensors: Tensors, needs: Sequence[bool]) -> list[Tensor]:

@@ -36,7 +36,10 @@ def followed(bias: Bias, count: int) -> Bias:
 
 def _repeated(bias: Bias, count: int) -> Bias:
     return bias.replaced(
-        {name: torch.cat([x, x[:, :, -1:].expand(-1, -1, count, *x.shape[3:])], 2) for name, x in bias.traces().items()}
+        {
+            name: torch.cat([x, x[:, :, -1:].expand(-1, -1, count, *x.shape[3:])], 2)
+            for name, x in bias.traces().items()
+        }
     )
 
 

@@ -1,4 +1,4 @@
-"""Messages between ranks that each hold a part of a sequence: blocks that go round, and sums over earlier parts.
+"""Messages between ranks that each hold a part of a sequence: blocks that go round, and what comes from earlier parts.
 
 A sequence is cut into 2N chunks for N ranks, and rank r holds chunks r and 2N-1-r ("zigzag"): a causal query sees the
 keys before it, and so every rank has the same work at every step.
@@ -64,12 +64,13 @@ class Ring:
         """(N, …): x of every rank; differentiable, and summed in the order of the ranks."""
         return _Gathered.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def sums_before(self, totals: Tensor) -> Tensor:
-        """(2, …): the sums over all chunks before our two, given the totals of our two chunks."""
-        of_ranks = self.gathered(totals)  # (N, 2, …)
-        ordered = torch.cat([of_ranks[:, 0], of_ranks[:, 1].flip(0)])
-        before = torch.cat([torch.zeros_like(ordered[:1]), ordered[:-1].cumsum(0)])
-        return before[list(self.held(self.rank))]
+    def before(self, ours: Tensor, summed: bool = False) -> Tensor:
+        """(2, …): of something that each of our two chunks has, that of the chunks before them, or the sum over all
+        before; zero before the first."""
+        of_ranks = self.gathered(ours)  # (N, 2, …)
+        ordered = torch.cat([of_ranks[:, 0], of_ranks[:, 1].flip(0)])[:-1]
+        ordered = torch.cat([torch.zeros_like(ordered[:1]), ordered])
+        return (ordered.cumsum(0) if summed else ordered)[list(self.held(self.rank))]
 
 
 def _received(works: list[Any], message: Tensor, _: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
