@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import grape_pe as grape
 from grape_pe import testing
@@ -31,8 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
     "kerple-log": {},
     "relative": {},
 }
+HOW = "plain", "recomputed", "ddp", "fsdp"
 TOKENS, WIDTH = 48, 16
-DTYPES = torch.float64, torch.float32
+DTYPES = torch.float64, torch.float32, torch.bfloat16
 
 
 def build(name: str, dtype: torch.dtype) -> tuple[grape.Encoding, testing.Sample]:
@@ -46,7 +51,7 @@ def build(name: str, dtype: torch.dtype) -> tuple[grape.Encoding, testing.Sample
 def learn(
     name: str, dtype: torch.dtype, parallel: ContextParallel | None, impl: str = "auto"
 ) -> dict[str, Tensor]:
-    """The output and the gradients of q, k, v, x, for this rank's tokens, and its share of the parameters' gradients."""
+    """The output and the gradients of q, k, v, x of this rank's tokens, and its share of the parameters' gradients."""
     enc, data = build(name, dtype)
     towards = torch.randn(
         data.v.shape[0], 4, TOKENS, 8, generator=torch.Generator().manual_seed(1), dtype=dtype
@@ -68,20 +73,32 @@ def learn(
     return {"y": y.detach()} | {n: t.grad for n, t in leaves.items() if t.grad is not None}
 
 
-def learn_language(parallel: ContextParallel | None, checkpointing: bool = False) -> dict[str, Tensor]:
-    """A decoder with KV-shift: its loss over all targets and the gradients, of this rank its share."""
+def learn_language(parallel: ContextParallel | None, how: str = "") -> dict[str, Tensor]:
+    """A decoder with KV-shift: its loss over all targets and the gradients, of this rank its share.
+
+    `how`: "recomputed", or "ddp" or "fsdp", which give every rank the mean of the ranks' gradients.
+    """
     torch.manual_seed(0)
     sizes = {"width": 32, "layers": 2, "heads": 2, "vocab_size": 11, "kv_shift": True}
-    model = Decoder(DecoderConfig(**sizes, encoding="rope+fox+grape-ap")).double()
-    model.gradient_checkpointing = checkpointing
+    model: Any = Decoder(DecoderConfig(**sizes, encoding="rope+fox+grape-ap")).double()
+    model.gradient_checkpointing = how == "recomputed"
+    ranks = dist.get_world_size() if how in ("ddp", "fsdp") else 1
+    learner = DistributedDataParallel(model) if how == "ddp" else model
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     tokens = torch.randint(11, (2, TOKENS + 1), generator=torch.Generator().manual_seed(4))
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
-    count = targets.numel()
+    count = targets.numel() / ranks
     if parallel is not None:
         tokens, targets = parallel.split(tokens), parallel.split(targets)
-    loss = model(tokens, targets=targets, count=count, parallel=parallel)
+    loss = learner(tokens, targets=targets, count=count, parallel=parallel)
     loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    whole = {n: (g.full_tensor() if isinstance(g, DTensor) else g) / ranks for n, g in grads.items()}
+    return {"loss": loss.detach() / ranks} | whole
 
 
 def most_saved(parallel: ContextParallel) -> int:
@@ -109,8 +126,8 @@ def _rank(rank: int, size: int, folder: str) -> None:
             found[name, dtype] = answer(
                 lambda n=name, d=dtype: (learn(n, d, parallel), learn(n, d, parallel))
             )
-    found["language"] = answer(lambda: learn_language(parallel))
-    found["checkpointed"] = answer(lambda: learn_language(parallel, checkpointing=True))
+    for how in HOW:
+        found[how] = answer(lambda h=how: learn_language(parallel, h))
     found["most saved"] = answer(lambda: most_saved(parallel))
     found["uneven"] = answer(lambda: parallel.attend(*torch.zeros(3, 1, 1, 4 if rank else 6, 2)))
     torch.save(found, f"{folder}/{rank}.pt")

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 import grape_pe as grape
+from grape_pe.cache import Layout
 from grape_pe.models import Decoder, DecoderConfig
 from grape_pe.parallel import ContextParallel
 from grape_pe.parallel.over_ring import pairs
 from grape_pe.parallel.ring import Ring
 from grape_pe.testing import assert_close, sample
-from ring_ranks import CASES, DTYPES, build, learn, learn_language, on_ranks
+from ring_ranks import CASES, DTYPES, HOW, build, learn, learn_language, on_ranks
 
 ALONG_TOKENS = {"y": 2, "x": 1, "q": 2, "k": 2, "v": 2}
 
@@ -56,7 +57,7 @@ def test_several_ranks_give_what_one_process_gives(name: str, dtype: torch.dtype
         assert_close(got, truth, dtype, f"{n} of {name} on {len(ranks)} ranks")
 
 
-@pytest.mark.parametrize("how", ["language", "checkpointed"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_language_model_learns_the_same(how: str, ranks: list) -> None:
     """Loss and gradients of all ranks add up to those of one process; KV-shift crosses the borders."""
     found = [each[how] for each in ranks]
@@ -73,6 +74,25 @@ def test_a_language_model_learns_the_same(how: str, ranks: list) -> None:
 def test_nothing_of_other_ranks_is_kept(ranks: list) -> None:
     _, data = build("fox", torch.float64)
     assert [each["most saved"] for each in ranks] == [data.q.numel() // len(ranks)] * len(ranks)
+
+
+@pytest.mark.parametrize("name", ["rope", "fox", "grape-ap"])
+def test_a_block_keeps_no_more_than_the_docs_state(name: str, alone: ContextParallel) -> None:
+    """In bytes a token and feature of the width; the block's parameters apart."""
+    model = Decoder(DecoderConfig(width=512, layers=1, heads=4, vocab_size=8, encoding=name)).bfloat16()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    x = torch.randn(1, 32, 512, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        model.model.layers[0](x, Layout(alone.tokens(32), parallel=alone), model.model.encoding)
+    assert 60 < sum(storage.nbytes() for storage in kept.values()) / (32 * 512) < 80
 
 
 def test_ranks_with_other_shapes_are_refused_by_all(ranks: list) -> None:
@@ -105,7 +125,8 @@ def test_one_rank_is_one_device(alone: ContextParallel) -> None:
 def test_the_layer_takes_part(alone: ContextParallel) -> None:
     layer = grape.Attention(16, heads=2, encoding="rope+fox").double()
     x = torch.randn(2, 12, 16, dtype=torch.float64)
-    assert_close(layer(alone.split(x), parallel=alone), layer(x), torch.float64, "the layer")
+    for each in (layer, torch.compile(layer, backend="eager")):
+        assert_close(each(alone.split(x), parallel=alone), layer(x), torch.float64, "the layer")
 
 
 @pytest.mark.parametrize(

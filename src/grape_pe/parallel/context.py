@@ -22,6 +22,7 @@ from ..bias import NO_BIAS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, Slo
 from ..bias.base import join
 from ..encodings import Encoded, Encoding
 from ..encodings.base import Composite, State
+from ..precision import exact_dtype
 from .over_ring import Attention, Crossings, over_ring
 from .path import paths_of
 from .ring import Ring
@@ -67,6 +68,7 @@ class ContextParallel:
         """This rank's tokens of a tensor that holds the whole sequence along `dim`."""
         return x.index_select(dim, self.tokens(x.shape[dim], x.device))
 
+    @torch.compiler.disable
     def encode(
         self,
         encoding: Encoding,
@@ -108,6 +110,7 @@ class ContextParallel:
         q, k = torch.cat([first.q, second.q], 2), torch.cat([first.k, second.k], 2)
         return Encoded(q, k, joined(first.bias, second.bias))
 
+    @torch.compiler.disable
     def attend(
         self,
         q: Tensor,
@@ -149,6 +152,7 @@ class ContextParallel:
         out, _ = over_ring(work, [*rows, *bias.views().values()], [k, v, *bias.traces().values()])
         return out.to(v.dtype)
 
+    @torch.compiler.disable
     def shift(self, module: nn.Module, k: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """KV-shift of this rank's tokens: each chunk begins with the last token of the one before it."""
         ends = [y.unflatten(2, (2, -1))[:, :, :, -1:].movedim(2, 0) for y in (k, v)]  # (2, B, Hkv, 1, D)
@@ -228,6 +232,5 @@ def joined(first: Bias, second: Bias) -> Bias:
 
 def after(each: Tensor) -> Tensor:
     """(…, 2N): from what each chunk adds, the sum over the chunks after it."""
-    exact = each.to(torch.float64) if each.device.type != "mps" else each
-    later = exact.flip(-1).cumsum(-1).flip(-1)
+    later = each.to(exact_dtype(each.device)).flip(-1).cumsum(-1).flip(-1)
     return torch.cat([later[..., 1:], torch.zeros_like(later[..., :1])], -1).to(each.dtype)

@@ -146,7 +146,6 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-@torch.compiler.disable
 def over_ring(work: Attention | Crossings, rows: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
     """The results of all pairs; differentiable once."""
     return _OverRing.apply(work, len(rows), *rows, *keys)  # type: ignore[no-any-return, no-untyped-call]

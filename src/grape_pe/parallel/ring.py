@@ -59,7 +59,6 @@ class Ring:
         # `ours` is returned as well: it must live until it is sent
         return dist.batch_isend_irecv(operations), theirs, ours
 
-    @torch.compiler.disable
     def gathered(self, x: Tensor) -> Tensor:
         """(N, …): x of every rank; differentiable, and summed in the order of the ranks."""
         return _Gathered.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
