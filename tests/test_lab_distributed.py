@@ -21,6 +21,7 @@ from grape_pe.lab.train.checkpoint import Checkpoints, TrainingState
 from grape_pe.lab.train.distributed import World, check_split
 from grape_pe.lab.train.metrics import read_metrics
 from grape_pe.lab.train.trainer import train
+from grape_pe.testing import TOL
 from lab_runs import grape, start, tiny_config, tiny_data, words
 
 TOLERANCE = 1e-5
@@ -88,6 +89,24 @@ def test_two_ranks_learn_what_one_process_learns(
     if layout == "fsdp, accumulated":
         copy = back_to(run, 4, tmp_path / "on one")
         assert continued(copy, data, ranks=1) == pytest.approx(curve(alone), abs=TOLERANCE)
+
+
+HALF = {"train__precision": "bf16", "train__recompute": True, "train__micro_batch": 1}
+
+
+@pytest.mark.parametrize("layout", [
+    {"train__strategy": "fsdp"},
+    pytest.param({"train__strategy": "fsdp", "train__compile": True}, marks=pytest.mark.slow),
+    pytest.param({"train__strategy": "ddp", "train__compile": True}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_two_ranks_in_bfloat16_with_recomputation(
+    layout: dict[str, object], data: Path, alone: Path, tmp_path: Path
+) -> None:
+    """Against one process in float32: all that separates them is the rounding of bfloat16."""
+    run = tmp_path / "run"
+    code, said = start(words(data, run, **SIZES, **HALF, **layout), ranks=2).wait(limit=900)  # it may compile
+    assert code == 0, said
+    assert curve(run) != curve(alone) and curve(run) == pytest.approx(curve(alone), abs=TOL[torch.bfloat16])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from ...models import Decoder
-from ..config import RunConfig, TrainSection
+from ..config import RunConfig
 from ..errors import LabError
 
 
@@ -99,41 +95,3 @@ def check_split(config: RunConfig, size: int) -> None:
         )
     if train.strategy == "fsdp" and train.shard and size % train.shard:
         raise LabError(f"train.shard must divide the {size} ranks, got {train.shard}")
-
-
-def spread(model: Decoder, settings: TrainSection, among: World) -> nn.Module:
-    """The model as the ranks share it: whole on one, replicated (ddp) or sharded (fsdp) on several."""
-    model.to(among.device)
-    model.gradient_checkpointing = settings.recompute
-    if settings.compile:
-        model.compile()
-    if among.size == 1:
-        return model
-    if settings.strategy == "ddp":
-        return DistributedDataParallel(
-            model, device_ids=None if among.device.type == "cpu" else [among.device]
-        )
-    mesh = _mesh(settings.shard or among.size, among)
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def _mesh(shard: int, among: World) -> DeviceMesh:
-    """Sharded over groups of `shard` ranks, replicated over the groups: one group is plain FSDP."""
-    shape = (among.size // shard, shard)
-    return init_device_mesh(among.device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-@contextmanager
-def gradients_exchanged(model: nn.Module, now: bool) -> Iterator[None]:
-    """Exchange gradients in this backward pass, or leave them to a later one (accumulation)."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
-        yield
-    elif isinstance(model, DistributedDataParallel) and not now:
-        with model.no_sync():
-            yield
-    else:
-        yield

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ...extras import require
 from ...models import Decoder
@@ -27,7 +28,7 @@ from ..data import Batch, prefetch
 from ..errors import Diverged, LabError
 from ..progress import ProgressLine
 from .checkpoint import Checkpoints, TrainingState
-from .distributed import World, check_split, gradients_exchanged, spread, world
+from .distributed import World, check_split, world
 from .encoding_metrics import encoding_summary
 from .estimate import flops_per_token, peak_flops, peak_memory
 from .feed import Feed, open_feed
@@ -35,6 +36,7 @@ from .metrics import Metrics
 from .optimization import adamw, initialise, learning_rate
 from .run_directory import RunDirectory
 from .saved_model import export_final
+from .sharding import gradients_exchanged, spread
 from .signals import StopSignals
 
 
@@ -245,7 +247,7 @@ class Trainer:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(self.world.device, non_blocking=True)
 
-        half = self.config.train.precision == "bf16"
+        half = self.config.train.precision == "bf16" and not isinstance(self.model, FSDPModule)
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=half):
             loss = self.model(
                 moved(part.tokens), targets=moved(part.targets), documents=moved(part.documents), count=count
