@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,17 @@ from torch import Tensor
 
 from ..config import RunConfig
 from ..errors import LabError
+
+
+#: longer than a checkpoint, a validation or the compilation of a model takes on the slowest rank
+TIMEOUT = timedelta(minutes=20)
+#: as in torchtitan; what the environment says already stays
+FLIGHT_RECORDER = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "20000",
+    "TORCH_FR_DUMP_TEMP_FILE": "{out}/flight-rank-",
+}
 
 
 @dataclass
@@ -35,11 +48,17 @@ class World:
         return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def total(self, *values: float | Tensor) -> list[float]:
-        """Sums over all ranks, in float64."""
-        summed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
+        """Sums over all ranks, in float64, through the memory of the hosts: a GPU at work is not waited for."""
+        summed = torch.tensor([float(v) for v in values], dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(summed)
-        return [float(v) for v in summed.cpu()]
+        return summed.tolist()  # type: ignore[no-any-return]
+
+    def added(self, value: Tensor) -> Tensor:
+        """The same for a tensor on the device, in place; nothing is read."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -64,8 +83,12 @@ def default_device() -> torch.device:
 
 
 @contextmanager
-def world() -> Iterator[World]:
-    """Join the other processes if `torchrun` started several; one process needs nothing."""
+def world(out: Path) -> Iterator[World]:
+    """Join the other processes if `torchrun` started several; one process needs nothing.
+
+    A collective that takes longer than `TIMEOUT` ends the run, which `torchrun --max-restarts` starts again.
+    NCCL then leaves the last collectives of each rank in `out`/flight-rank-N, for `torchfrtrace`.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = default_device()
     cuda = device.type == "cuda"
@@ -74,8 +97,10 @@ def world() -> Iterator[World]:
     if size == 1:
         yield World(device=device)
         return
-    # gloo beside nccl: asynchronous checkpoints gather on the CPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    for name, value in FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value.format(out=out))
+    # gloo beside nccl: ranks agree, and asynchronous checkpoints gather, on the CPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
         yield World(dist.get_rank(), size, device, dist.new_group(backend="gloo"))
     finally:

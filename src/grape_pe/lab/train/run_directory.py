@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import platform
 import secrets
@@ -136,6 +138,22 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
         if not isinstance(line.get("kind"), str) or not isinstance(line.get("step"), int):
             raise damaged(path, f"line {number} has no kind and step", remedy)
     return lines
+
+
+def latest_metrics(directory: Path, kind: str, tail: int = 1 << 16) -> dict[str, Any]:
+    """The last whole line of a kind, from the end of the file alone; empty if there is none in it."""
+    path = directory / METRICS
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - tail))
+        lines = file.read().split(b"\n")
+    for line in reversed(lines[:-1]):  # the last one may still be under way
+        with contextlib.suppress(ValueError):  # the first one may begin in its middle
+            found: dict[str, Any] = json.loads(line)
+            if found["kind"] == kind:
+                return found
+    return {}
 
 
 def _environment(config: RunConfig, data: dict[str, Any]) -> dict[str, Any]:
