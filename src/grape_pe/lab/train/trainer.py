@@ -168,7 +168,7 @@ class Trainer:
 
     def _flops(self) -> float | None:
         """FLOPs of a token in training, if they are known."""
-        return flops_per_token(self.decoder.config, self.config.data.sequence)
+        return flops_per_token(self.decoder, self.config.data.sequence)
 
     def run(self) -> Outcome:
         """Train to the last step, or until a signal asks to stop."""
