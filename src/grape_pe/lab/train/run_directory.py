@@ -30,6 +30,7 @@ from ..files import (
     write_json,
     write_text,
 )
+from .optimization import decay_steps
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 
@@ -58,6 +59,9 @@ class RunDirectory:
             if not (self.path / CONFIG).exists():
                 write_json(self.path / ENVIRONMENT, _environment(config, data))
                 write_text(self.path / CONFIG, config.to_yaml())
+            elif (before := read_config(self.path, type(config))).train.steps != config.train.steps:
+                longer = before.train.model_copy(update={"steps": config.train.steps})
+                write_text(self.path / CONFIG, before.model_copy(update={"train": longer}).to_yaml())
         except OSError as problem:
             raise LabError(f"cannot write to {self.path}: {problem.strerror}; give another --out") from None
         return self
@@ -82,13 +86,29 @@ class RunDirectory:
             raise LabError(
                 f"{self.path} already holds a run; continue it with --resume, or give another --out"
             )
-        changed = differences(read_config(self.path, type(config)), config)
+        before = read_config(self.path, type(config))
+        changed = [] if self._grows(before, config) else differences(before, config)
         if changed:
             raise LabError(
                 f"{self.path} was begun with another configuration ({'; '.join(changed)}); "
                 "a run is continued as it was begun: give the same options, or another --out"
             )
         read_metrics(self.path)
+
+    def _grows(self, before: RunConfig, now: RunConfig) -> bool:
+        """Whether all that differs in how it trains is more steps of a wsd schedule, whose decay is still to come."""
+        old, new = before.train, now.train
+        if old.schedule != "wsd" or new.steps <= old.steps:
+            return False
+        done = max((int(p.name[5:]) for p in (self.path / "checkpoints").glob("step-*")), default=0)
+        plateau = old.steps - decay_steps(old)
+        if done > plateau:
+            raise LabError(
+                f"{self.path} cannot grow from {old.steps} to {new.steps} steps: at step {done} its decay has begun, "
+                f"after step {plateau}; remove the checkpoints after that step (train.checkpoint_at keeps one there)"
+            )
+        longer = old.model_copy(update={"steps": new.steps})
+        return not differences(before.model_copy(update={"train": longer}), now)
 
     def _check_data(self, data: dict[str, Any]) -> None:
         if not (self.path / CONFIG).exists():
