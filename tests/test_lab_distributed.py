@@ -18,7 +18,7 @@ pytest.importorskip("pydantic")
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.train.checkpoint import Checkpoints, TrainingState
-from grape_pe.lab.train.distributed import World, check_split
+from grape_pe.lab.train.distributed import World, check_split, world
 from grape_pe.lab.train.metrics import read_metrics
 from grape_pe.lab.train.trainer import train
 from grape_pe.testing import TOL
@@ -137,6 +137,14 @@ def test_a_refusal_is_told_by_every_rank(data: Path, alone: Path) -> None:
 def test_a_batch_that_cannot_be_shared(changes: dict, ranks: int, says: str) -> None:
     with pytest.raises(LabError, match=says):
         check_split(load("demo", changes), ranks)
+
+
+def test_restarts_in_the_store_of_the_dead_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {"WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LabError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"), world(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("total, size", [(8, 1), (8, 3), (2, 5), (0, 2)])

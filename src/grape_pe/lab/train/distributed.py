@@ -97,6 +97,7 @@ def world(out: Path) -> Iterator[World]:
     if size == 1:
         yield World(device=device)
         return
+    _check_restarts()
     for name, value in FLIGHT_RECORDER.items():
         os.environ.setdefault(name, value.format(out=out))
     # gloo beside nccl: ranks agree, and asynchronous checkpoints gather, on the CPU
@@ -105,6 +106,16 @@ def world(out: Path) -> Iterator[World]:
         yield World(dist.get_rank(), size, device, dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
+
+
+def _check_restarts() -> None:
+    """Refuse restarts that would fail: in a store that outlives them, ranks find the addresses of the dead."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise LabError(
+            f"torchrun --max-restarts={restarts} needs a new store for each attempt; "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun starts"
+        )
 
 
 def check_split(config: RunConfig, size: int) -> None:

@@ -119,7 +119,7 @@ class _Counter:
         gathered = self.size * (self.rest + 2 * block) + 4 * self.encodings
         if not self.fsdp:
             gathered = 2 * whole if self.size == 2 else 0  # autocast keeps the rounded weights of a forward pass
-        buckets = 4 * whole if self.ranks > 1 else 0  # of ddp
+        buckets: float = 4 * whole if self.ranks > 1 else 0  # of ddp
         if self.fsdp:  # gradients of several micro-batches add up before they are exchanged
             buckets = 4 * whole if self.micro_batches > 1 else self.size * 2 * block
         return Memory(
