@@ -86,6 +86,20 @@ def test_bias_is_the_formula(name):
     assert (enc(q, k, positions=PLACES).bias.dense() - want).abs().max() < EXACT
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_any_tile_is_a_part_of_the_whole(name):
+    """Also one that does not reach to the queries' own keys, whose sums begin beyond it."""
+    enc, (q, k, _) = made(name), drawn(20)
+    whole = enc(q, k).bias.dense()
+    late = enc(q[:, :, 12:], k[:, :, 12:], positions=torch.arange(12, 20)).bias
+    late = enc(q[:, :, :12], k[:, :, :12]).bias.extend(late)
+    for rows, cols in ((slice(4, 9), slice(1, 3)), (slice(0, 2), slice(5, 20)), (slice(7, 8), slice(0, 20))):
+        assert (enc(q, k).bias.tile(rows, cols) - whole[:, :, rows, cols]).abs().max() < EXACT
+        if rows.stop <= 8:
+            moved = slice(rows.start + 12, rows.stop + 12)
+            assert (late.tile(rows, cols) - whole[:, :, moved, cols]).abs().max() < EXACT
+
+
 def test_the_last_embedding_of_cope_counts_all_that_is_further():
     enc, (q, k, _) = made("cope"), drawn(40, 1)
     far = enc(10 + q, 10 + k).bias.dense()[..., 0]  # every gate is 1

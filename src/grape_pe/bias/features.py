@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..precision import without_autocast, working_dtype
-from .base import Bias, LogitFunction, check_tensor, of_rows
+from .base import Bias, check_tensor, of_rows
 
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
