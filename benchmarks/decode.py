@@ -126,7 +126,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), metavar="NAME", help="besides rope")
+    parser.add_argument(
+        "--encodings", nargs="+", default=list(ENCODINGS), metavar="NAME", help="besides rope"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)
