@@ -62,11 +62,22 @@ class ModelSection(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = Field(True, description="one matrix for embedding and head")
 
-    def decoder(self, vocab_size: int = 0) -> DecoderConfig:
-        """What the model is built from; `vocab_size` is the data's, used if none is set here."""
+    absolute: Literal["sinusoidal", "learned"] | None = Field(
+        None, description="absolute positions added to the embeddings; with encoding nope these alone"
+    )
+    max_positions: Natural = Field(0, description="rows of learned positions; 0: data.sequence")
+
+    def decoder(self, vocab_size: int = 0, sequence: int = 0) -> DecoderConfig:
+        """What the model is built from; `vocab_size` and `sequence` are the data's, used if none is set here."""
         size = self.vocab_size or -(-vocab_size // 64) * 64
         try:
-            config = DecoderConfig(**{**self.model_dump(), "vocab_size": size or 64})
+            config = DecoderConfig(
+                **{
+                    **self.model_dump(),
+                    "vocab_size": size or 64,
+                    "max_positions": self.max_positions or sequence,
+                }
+            )
             first = {each.encoding: i for i, each in reversed(list(enumerate(config.by_layer)))}
             for layer in first.values():
                 config.build_encoding(layer)
@@ -154,6 +165,10 @@ class RunConfig(Section):
                 f"and {self.train.micro_batch}"
             )
         return self
+
+    def decoder(self, vocab_size: int) -> DecoderConfig:
+        """What is trained, on data of this vocabulary."""
+        return self.model.decoder(vocab_size, self.data.sequence)
 
     def to_yaml(self) -> str:
         text = yaml.safe_dump(self.model_dump(), sort_keys=False, width=100)

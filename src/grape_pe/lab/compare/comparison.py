@@ -65,16 +65,27 @@ class Comparison(Section):
                 _checked_arm(arm, self.recipe, self.budgets, self.sweep)
             if self.tasks:
                 _checked_arm(arm, self.probe, [], self.sweep)
+                self._check_table(arm)
         for task in self.tasks:
             build_task(task, **self.probe.data.task_options)
         if not self.language and not self.tasks:
             raise LabError("nothing to compare: language is off and no task is given")
 
+    def _check_table(self, arm: Arm) -> None:
+        """A table of learned positions must reach the longest probe."""
+        model = arm.applied(self.probe, 0).decoder(1)
+        longest = self.probe.data.sequence * max(self.task_factors)
+        if model.absolute == "learned" and model.max_positions < longest:
+            raise LabError(
+                f"{arm.label}: probes have up to {longest} tokens, and its table of positions has "
+                f"{model.max_positions} rows; set max_positions: {longest} under model of this arm"
+            )
+
 
 def _checked_arm(arm: Arm, recipe: RunConfig, budgets: Sequence[int], sweep: Sequence[float]) -> None:
     try:
         config = arm.applied(recipe, 0)
-        config.model.decoder(1)
+        config.decoder(1)
         list(branches(config, budgets))
         for rate in sweep:
             _at_rate(config, rate)

@@ -239,7 +239,7 @@ def added(bias: Bias, rows: slice, cols: slice) -> Tensor | None:
     tile = bias.tile(rows, cols)
     for part in bias.parts if isinstance(bias, SumBias) else (bias,):
         if isinstance(part, PaTHBias):
-            tile = tile - part.plain(rows, cols)  # type: ignore[operator]
+            tile = tile - part.products(rows, cols)  # type: ignore[operator]
     return tile
 
 

@@ -67,7 +67,9 @@ def _rates(seen: list[Bias]) -> dict[str, float]:
 def _reach(seen: list[Bias], length: int) -> dict[str, float]:
     """Mean bias from the last token to the one 1, 16, 64 before it."""
     row = slice(length - 1, length)
-    tiles = [tile.double() for bias in seen if (tile := added(bias, row, slice(0, length))) is not None]
+    tiles = [
+        tile.detach().double() for bias in seen if (tile := added(bias, row, slice(0, length))) is not None
+    ]
     out = {}
     for distance in (1, 16, 64):
         if tiles and distance < length:

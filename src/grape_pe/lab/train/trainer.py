@@ -70,7 +70,7 @@ def train(
     _check_installed(config)
     with world() as among:
         check_split(config, among.size)
-        config.model.decoder(1)  # a wrong encoding is told before any data are read
+        config.decoder(1)  # a wrong encoding is told before any data are read
         directory = RunDirectory(out)
         _on_first(among, lambda: directory.check(config, resume=resume))
         feed = open_feed(config, among)
@@ -149,7 +149,7 @@ class Trainer:
 
     def _build(self) -> Any:
         """The model before its first step."""
-        decoder = Decoder(self.config.model.decoder(self.feed.batches.vocab_size))
+        decoder = Decoder(self.config.decoder(self.feed.batches.vocab_size))
         initialise(decoder, self.config.seed)
         return decoder
 
