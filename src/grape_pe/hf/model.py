@@ -20,10 +20,9 @@ from ..layers import KVShift, RMSNorm
 from ..layers.arguments import check_layers, check_sinks
 from ..models.blocks import EMBEDDING_STD, Block
 from ..models.loss import cross_entropy
-from .cache import GrapeDynamicLayer, layers_of
+from .cache import GrapeDynamicLayer, GrapeStaticLayer, layers_of, static_layout
 from .config import GrapeConfig
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
-from .static_layer import GrapeStaticLayer, static_layout
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
