@@ -27,7 +27,15 @@ from .static import Static
 
 FIELDS = ("q", "k", "v", "x")
 #: refusals that are right whenever the setting they name is in use
-NAMED = ("sinks", "convolution", "packed documents need", "cannot be moved", "cannot be rebased", "coords", "is full")
+NAMED = (
+    "sinks",
+    "convolution",
+    "packed documents need",
+    "cannot be moved",
+    "cannot be rebased",
+    "coords",
+    "is full",
+)
 
 
 @dataclass
