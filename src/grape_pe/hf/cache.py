@@ -66,7 +66,7 @@ class GrapeCacheLayer:
         self.reorder_cache(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.store is not None:
+        if self.store is not None and self.store.batch:
             self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
