@@ -131,10 +131,11 @@ def check_window(window: Any, sinks: Any) -> None:
     """Raise a ValueError unless these are a window and a number of initial keys that stay visible outside it."""
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(
-            f"window must be None or the number of tokens a token sees, itself included; got {window!r}"
+            "window must be None or the number of tokens a token sees, itself included: an integer of at least 1; "
+            f"got {window!r}"
         )
     if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
-        raise ValueError(f"sinks must be a number of first tokens, 0 or more; got {sinks!r}")
+        raise ValueError(f"sinks must be a number of first tokens, an integer of at least 0; got {sinks!r}")
     if sinks and window is None:
         raise ValueError(f"sinks={sinks} keeps the first tokens visible outside a window; set window as well")
 

@@ -24,6 +24,9 @@ def skipping(skips: Skips | None) -> Iterator[None]:
     if skips is None:
         yield
         return
-    values = dict(zip(("CHUNK", "WASTE", "SPLIT"), skips, strict=True))
-    with mock.patch.multiple(decode, WORTH=2, **values), mock.patch.object(stream, "BOUND_FROM", 2):
+    names = ("CHUNK", "WASTE", "SPLIT", "WORTH")
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(stream, "BOUND_FROM", 2))
+        for name, value in zip(names, (*skips, 2), strict=True):
+            patches.enter_context(mock.patch.object(decode, name, value))
         yield

@@ -118,8 +118,8 @@ def _draw_world(rng: random.Random, seed: int) -> World:
     if encoding.coords == 1 and "path" not in repr(encoding) and rng.random() < 0.25:
         cache = Static(encoding, capacity=rng.choice((40, 200)), **settings)
     else:
-        sizes_kept = {"rollback": rng.choice((0, 2, 5, 128)), "capacity": rng.choice((None, None, 50))}
-        cache = StreamingCache(encoding, **sizes_kept, **settings)
+        kept: dict[str, Any] = {"rollback": rng.choice((0, 2, 5, 128)), "capacity": rng.choice((None, None, 50))}
+        cache = StreamingCache(encoding, **kept, **settings)
     world = World(
         cache,
         dtype,
@@ -307,7 +307,7 @@ def _save(world: World, rng: random.Random) -> None:
     world.cache = fresh.load_state_dict(saved)
 
 
-def _rebases(cache: StreamingCache) -> bool:
+def _rebases(cache: StreamingCache | Static) -> bool:
     encoding = cache.encoding
     if cache.norm_after is not None:
         return False
@@ -371,7 +371,7 @@ def _check_close(world: World, got: Tensor, want: Tensor, b: int) -> None:
     world.outcome.runs += 1
 
 
-def expected(cache: StreamingCache, tokens: list[Token], first: int) -> Tensor:
+def expected(cache: StreamingCache | Static, tokens: list[Token], first: int) -> Tensor:
     """(T, H, Dv) in float64: one document alone, its first token the `first` of its sequence."""
     q, k, v = (torch.stack([getattr(t, name) for t in tokens], 1)[None] for name in "qkv")
     x = torch.stack([t.x for t in tokens])[None]
