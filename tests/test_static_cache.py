@@ -31,6 +31,8 @@ KINDS = [
     "kerple-log",
     "rope+relative",
     "rope+logn",
+    "xpos",
+    "pope",
 ]
 MIXED = ["grape-m@w3", "grape-m@w5", "grape-a-qk"]
 ADAPTED = ["grape-m", "rope+fox", "rope+grape-a-qk", "rope+grape-ap"]

@@ -276,10 +276,14 @@ def _joined(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The dense computation in float64, and in the dtype: ours and, in half precision, torch's."""
     visible = visible_keys(case.sizes.queries, case.sizes.keys, case.masks)
-    scale = case.options.get("scale", case.sizes.width**-0.5)
+    given = case.options.get("scale")
 
     def by(compute: Callable[..., Any], working: torch.dtype) -> Compute:
-        return lambda q, k, v, bias: _joined(compute(q, k, v, bias, visible, scale, working))
+        def run(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:
+            scale = q.shape[-1] ** -0.5 if given is None else given  # an encoding may have made q wider
+            return _joined(compute(q, k, v, bias, visible, scale, working))
+
+        return run
 
     with_lse = "return_lse" in case.options
     dense: Callable[..., Any] = dense_attention_lse if with_lse else dense_attention

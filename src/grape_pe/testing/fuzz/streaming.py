@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...cache import Norms, StreamingCache
+from ...encodings import Encoding
 from ...layers import KVShift, RMSNorm
 from ..laws import TOL
 from .dense import dense_attention
@@ -112,13 +113,16 @@ def _draw_world(rng: random.Random, seed: int) -> World:
         "sinks": rng.choice((0, 0, 1, 3)) if window else 0,
         "shift": shift,
         "key_norm": RMSNorm(width, 1e-5).to(dtype) if rng.random() < 0.2 else None,
-        "norm_after": _draw_norms(rng, seed, width, dtype),
+        "norm_after": None if _sets_norms(encoding) else _draw_norms(rng, seed, width, dtype),
     }
     cache: StreamingCache | Static
     if encoding.coords == 1 and "path" not in repr(encoding) and rng.random() < 0.25:
         cache = Static(encoding, capacity=rng.choice((40, 200)), **settings)
     else:
-        kept: dict[str, Any] = {"rollback": rng.choice((0, 2, 5, 128)), "capacity": rng.choice((None, None, 50))}
+        kept: dict[str, Any] = {
+            "rollback": rng.choice((0, 2, 5, 128)),
+            "capacity": rng.choice((None, None, 50)),
+        }
         cache = StreamingCache(encoding, **kept, **settings)
     world = World(
         cache,
@@ -131,6 +135,11 @@ def _draw_world(rng: random.Random, seed: int) -> World:
     world.skips = draw_skipping(rng) if rng.random() < 0.4 else None
     world.threads = rng.choice((1, 1, 1, 2))
     return world
+
+
+def _sets_norms(encoding: Encoding) -> bool:
+    """Layers refuse a norm after such an encoding."""
+    return any(isinstance(part, Encoding) and part.sets_norms for part in encoding.modules())
 
 
 def _draw_norms(rng: random.Random, seed: int, width: int, dtype: torch.dtype) -> Norms | None:
@@ -390,7 +399,7 @@ def expected(cache: StreamingCache | Static, tokens: list[Token], first: int) ->
     visible = apart >= 0
     if cache.window is not None:
         visible = visible & ((apart < cache.window) | (t + first < cache.sinks))
-    scale = q.shape[-1] ** -0.5
+    scale = code.q.shape[-1] ** -0.5
     return dense_attention(code.q, code.k, v.double(), code.bias, visible, scale, torch.float64)[0].transpose(
         0, 1
     )
