@@ -222,6 +222,24 @@ def test_a_query_whose_keys_are_all_beyond_minus_infinity_gives_zeros(impl):
     assert bool(table.grad.isfinite().all())
 
 
+def test_the_last_queries_of_one_may_be_none():
+    """The table is not a tensor of queries, though it has one entry where they stand."""
+    q = torch.randn(1, 3, 1, 8)
+    bias = made("relative", reach=4)(q, q).bias.queries(slice(1, 1))
+    assert bias.query_length == 0 and attend(q[:, :, :0], q, q, bias=bias).shape == (1, 3, 0, 8)
+
+
+def test_the_table_of_a_batch_is_as_long_as_its_longest_sequence():
+    """Not as the distance from one sequence to another, of which there is none."""
+    at = torch.arange(9.0) + torch.tensor([[0.0], [5e6]])
+    enc, q = made("kerple-log"), torch.randn(2, 3, 9, 8)
+    bias = enc(q, q, positions=at).bias
+    assert bias.span() == (-8, 8) and bias.resolved().table.shape[-1] == 17
+    for b in range(2):
+        alone = enc(q[b:], q[b:], positions=at[b]).bias
+        assert torch.equal(bias.resolved().dense()[b], alone.dense()[0])
+
+
 @pytest.mark.parametrize("name", (*NAMES, "alibi"))
 def test_streaming_with_a_gap_is_the_full_computation(name):
     enc = made(name, **({"both": True} if name == "alibi" else {}))

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..attention.masks import check_window
 from ..bias import Bias, NoBias, PathBias, ScoreBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from ..encodings.prepared import Preparation
@@ -58,13 +59,11 @@ class StreamingCache(TokenStore):
         key_norm: nn.Module | None = None,
         norm_after: Norms | None = None,
     ) -> None:
-        for name, value in (("window", window), ("capacity", capacity)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 token, got {value}")
-        if sinks < 0 or rollback < 0:
-            raise ValueError(f"sinks and rollback must be >= 0, got {sinks} and {rollback}")
-        if sinks and window is None:
-            raise ValueError("sinks are the tokens that outlive a window; set window=… as well")
+        check_window(window, sinks)
+        if (capacity is not None and capacity < 1) or rollback < 0:
+            raise ValueError(
+                f"capacity must be at least 1 token and rollback 0 or more, got {capacity} and {rollback}"
+            )
         self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
         self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
         self.settles = any(isinstance(part, Encoding) and part.settles for part in encoding.modules())

@@ -21,10 +21,9 @@ from ..layers.arguments import check_layers, check_sinks
 from ..models.absolute import EMBEDDING_STD, AbsolutePositions
 from ..models.blocks import Block
 from ..models.loss import cross_entropy
-from .cache import GrapeDynamicLayer, layers_of
+from .cache import GrapeDynamicLayer, GrapeStaticLayer, layers_of, static_layout
 from .config import GrapeConfig
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
-from .static_layer import GrapeStaticLayer, static_layout
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):

@@ -12,6 +12,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..attention.masks import check_window
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
 from ..encodings.prepared import Preparation
@@ -189,10 +190,7 @@ class Decoder(nn.Module):
         With a `window`, a token sees fewer than so many tokens back, in every layer that has no smaller window
         of its own, and the `sinks` first.
         """
-        if sinks and window is None:
-            raise ValueError(
-                f"sinks={sinks} keeps the first tokens visible outside a window; set window as well"
-            )
+        check_window(window, sinks)
         layers = []
         for i, block in enumerate(self.model.layers):
             layer: Attention = block.self_attn  # type: ignore[assignment]
