@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data_cases import in_a_child
 from grape_pe.cli import main
 from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.compare.comparison import jobs, join_directory, load_comparison
@@ -22,6 +23,7 @@ from grape_pe.lab.compare.job import run_job
 from grape_pe.lab.compare.run import compare
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
+from grape_pe.lab.files import write_json
 from grape_pe.lab.report import read_results, table
 from grape_pe.lab.train.optimization import initialise
 from grape_pe.lab.written import split_names
@@ -288,6 +290,52 @@ def test_a_probe_is_trained_and_scored(tmp_path):
     (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["task"] == "copy" and len({score["length"] for score in found["scores"]}) == 5
+
+
+def _measured(tasks, _places, _tick):
+    """In the place of the runs: their results alone."""
+    for task in tasks:
+        _, job, _, root = task.arguments
+        place = job.directory(root) / "evaluation.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, {"label": job.arm.label, "seed": job.seed, "val_loss": job.trial or 1.0})
+
+
+def _compare_and_die(comparison, out: Path, moment: int) -> None:
+    """In a child process: SIGKILL at the so-many-th of the calls that touch the disk for good."""
+    left = moment
+
+    def deadly(real):
+        def call(*arguments, **more):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **more)
+
+        return call
+
+    for name in ("replace", "fsync"):
+        setattr(os, name, deadly(getattr(os, name)))
+    compare(comparison, out, quiet=True)
+    os._exit(0)
+
+
+def test_killed_at_each_single_moment_of_its_own_files(corpus, tmp_path, monkeypatch):
+    """A file that a kill leaves half written (it was compare.json) keeps nobody from going on."""
+    monkeypatch.setattr("grape_pe.lab.compare.run.run_side_by_side", _measured)
+    monkeypatch.setattr("grape_pe.lab.compare.run.write_report", lambda _, out: out)
+    comparison = tiny(corpus, arms=["rope", "fox"], sweep=[1e-3, 2e-3])
+    compare(comparison, tmp_path / "whole", quiet=True)
+    whole = (tmp_path / "whole/results.jsonl").read_text()
+    for moment in range(1, 99):
+        out = tmp_path / f"broken{moment}"
+        code = in_a_child(_compare_and_die, comparison, out, moment)
+        compare(comparison, out, quiet=True)
+        assert (out / "results.jsonl").read_text() == whole
+        if code == 0:
+            break
+    assert moment > 15
 
 
 def command(corpus: Path, out: Path) -> list[str]:

@@ -16,7 +16,7 @@ from pydantic import Field
 from ... import __version__
 from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
 from ..errors import LabError
-from ..files import LOCK, damaged, read_json, write_json
+from ..files import contents, damaged, read_json, write_json
 from ..tasks import build_task
 from ..tasks.base import FACTORS
 from .arms import Arm
@@ -188,7 +188,7 @@ def make_directory(root: Path) -> None:
     if root.exists() and not (root / COMPARISON).exists():
         if not root.is_dir():
             raise LabError(f"--out must be a directory, but {root} is a file")
-        if any(path.name != LOCK for path in root.iterdir()):
+        if contents(root):
             raise LabError(f"{root} holds other files and no comparison; give an empty or new directory")
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,8 @@ from ... import __version__
 from ..config import RunConfig, checked, differences, field_names
 from ..errors import LabError
 from ..files import (
-    LOCK,
-    SCRATCH,
     claim,
+    contents,
     damaged,
     read_json,
     read_json_lines,
@@ -68,9 +67,8 @@ class RunDirectory:
         """Refuse a directory with something else in it, or with a run that cannot go on so."""
         if self.path.exists() and not self.path.is_dir():
             raise LabError(f"--out must be a directory, but {self.path} is a file")
-        entries = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        begun = {LOCK, ENVIRONMENT, *self.before, *(f"{SCRATCH}{name}" for name in (ENVIRONMENT, CONFIG))}
-        if not entries - begun:  # also what is left if it was killed before its first step
+        entries = contents(self.path)
+        if not entries - {ENVIRONMENT, *self.before}:  # nothing, or killed before its configuration was written
             return
         if CONFIG not in entries:
             raise LabError(
