@@ -65,7 +65,6 @@ class Positions(Stored):
 class Score(Stored):
     """How one run did on one task at one length (and depth)."""
 
-    task: str = ""
     split: str = ""
     length: int
     depth: Number = None
