@@ -151,12 +151,15 @@ def test_arms_have_encodings_by_layer(corpus, tmp_path):
 
 def test_a_comparison_prints_its_note_and_shipped_results(corpus, tmp_path, monkeypatch, capsys):
     shipped = Path(__file__).parent.parent / "docs" / "assets" / "results-small.jsonl"
-    monkeypatch.setattr("grape_pe.lab.config.shipped_evidence", lambda name: shipped)
+    monkeypatch.setattr("grape_pe.lab.report.reading.shipped_evidence", lambda name: shipped if name else None)
     settings = [x for key, value in {**TINY, "data.source": corpus}.items() for x in (f"--{key}", str(value))]
     assert main(["compare", "demo", "--encodings", "rope", "--out", str(tmp_path / "out"), *settings]) == 0
     printed = capsys.readouterr().out
     assert "How little this shows" in printed
-    assert "Shipped results of grape compare small" in printed and "grape-a-qk" in printed
+    assert "Shipped results of grape compare results-small" in printed and "grape-a-qk" in printed
+    page = (tmp_path / "out/report.html").read_text()
+    assert "How little this shows" in page and 'id="table-shipped"' in page
+    assert main(["report", str(tmp_path / "out")]) == 0 and "Shipped results" in capsys.readouterr().out
 
 
 def test_arms_in_files_set_more_than_the_encoding(tmp_path):

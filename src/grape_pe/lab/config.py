@@ -222,6 +222,8 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
 
 def shipped_evidence(name: str) -> Path | None:
     """Results shipped with this package, as `grape report` reads them; None if there are none yet."""
+    if not name:
+        return None
     path = Path(str(resources.files("grape_pe.lab").joinpath("evidence", f"{name}.jsonl")))
     return path if path.is_file() else None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.arms import Arm
+from ..config import shipped_evidence
 from ..errors import LabError
 from ..files import damaged, read_json
 from ..inspect.figure_data import VERSION as PICTURE_VERSION
@@ -72,6 +73,11 @@ def read_results(places: Sequence[Path]) -> Results:
     return Results(labelled, tuple(recipes), tuple(tasks), tuple(notes), scores)
 
 
+def shipped_with(results: Results) -> Path | None:
+    """The file of the longer comparison that these results name as evidence, if it is shipped."""
+    return shipped_evidence(results.recipes[0].evidence)
+
+
 def _source(place: Path, notes: list[str]) -> Source:
     if place.suffix == ".jsonl":
         return _from_file(place, notes)
@@ -87,8 +93,9 @@ def _source(place: Path, notes: list[str]) -> Source:
 
 
 def _recipe(name: str, stored: StoredComparison) -> Recipe:
-    settings = flat(stored.recipe)
-    return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command)
+    settings, about = flat(stored.recipe), stored.comparison
+    said = (str(about.get(key, "")) for key in ("note", "evidence"))
+    return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command, *said)
 
 
 def _from_file(path: Path, notes: list[str]) -> Source:

@@ -79,7 +79,10 @@ class ArmResults:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all runs of a directory share, and where they ran."""
+    """What all runs of a directory share, and where they ran.
+
+    `note` is what a comparison says of itself, `evidence` names a longer one whose results are shipped.
+    """
 
     name: str
     settings: Mapping[str, Any]
@@ -87,6 +90,8 @@ class Recipe:
     machine: Mapping[str, Any]
     versions: Mapping[str, Any]
     command: str
+    note: str = ""
+    evidence: str = ""
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,8 @@ def _progress_sentences(results: Results) -> list[str]:
     if not waiting:
         return []
     named = ", ".join(f"{label} {count}" for label, count in waiting.items())
+    if len(waiting) == len(results.arms) > 1 and len(set(waiting.values())) == 1:
+        named = f"{next(iter(waiting.values()))} of each encoding"
     return [
         f"{planned - sum(waiting.values())} of {planned} runs done; not done: {named}. "
         "Arms are compared on the seeds that all of those with results have."
