@@ -151,7 +151,9 @@ def test_arms_have_encodings_by_layer(corpus, tmp_path):
 
 def test_a_comparison_prints_its_note_and_shipped_results(corpus, tmp_path, monkeypatch, capsys):
     shipped = Path(__file__).parent.parent / "docs" / "assets" / "results-small.jsonl"
-    monkeypatch.setattr("grape_pe.lab.report.reading.shipped_evidence", lambda name: shipped if name else None)
+    monkeypatch.setattr(
+        "grape_pe.lab.report.reading.shipped_evidence", lambda name: shipped if name else None
+    )
     settings = [x for key, value in {**TINY, "data.source": corpus}.items() for x in (f"--{key}", str(value))]
     assert main(["compare", "demo", "--encodings", "rope", "--out", str(tmp_path / "out"), *settings]) == 0
     printed = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -209,12 +210,12 @@ def test_prefetch_passes_on_what_went_wrong() -> None:
 
 def test_prefetch_is_bounded_and_closes() -> None:
     source = SlowBatches()
-    with prefetch(source, itertools.count(), lambda step: [range(N)], depth=3) as stream:
+    with closing(prefetch(source, itertools.count(), lambda step: [range(N)], depth=3)) as stream:
         next(stream)
         time.sleep(0.2)
         assert source.read <= 1 + 3 + 1  # consumed, waiting, in the thread's hand
-        assert "grape-prefetch" in [thread.name for thread in threading.enumerate()]
-    assert "grape-prefetch" not in [thread.name for thread in threading.enumerate()]
+        assert any(thread.name.startswith("grape-prefetch") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("grape-prefetch") for thread in threading.enumerate())
 
 
 def test_prefetch_overlaps_reading_with_work() -> None:

@@ -32,14 +32,13 @@ from ..errors import LabError
 from ..written import read_name
 from .capture import (
     LayerView,
-    attention_reach,
-    bias_reach,
-    by_distance,
+    Reach,
     frequencies,
     gates,
     observe,
     observe_encoding,
     parts_of,
+    reach,
     rotation_of,
 )
 from .figure_data import encoding_picture, picture
@@ -65,17 +64,6 @@ class Spectrum:
     frequencies: list[list[float]]
     wavelengths: list[list[float | None]]
     moved: float | None
-
-
-@dataclass(frozen=True)
-class Reach:
-    """In tokens; None where the bias never falls so far within the text, or there is none."""
-
-    head: int
-    bias_half: int | None
-    bias_e: int | None
-    attention_half: float
-    attention_most: float
 
 
 @dataclass(frozen=True)
@@ -209,7 +197,7 @@ def inspect_layer(view: LayerView) -> LayerInspection:
     """All diagnostics of one observed layer."""
     rows, about = spectral_rows(view)
     return LayerInspection(
-        view.layer, _spectrum(view), _reach(view), _histograms(view), _law(view), rows, about
+        view.layer, _spectrum(view), reach(view), _histograms(view), _law(view), rows, about
     )
 
 
@@ -225,19 +213,6 @@ def _spectrum(view: LayerView) -> Spectrum | None:
         moved = float(change[initial.expand_as(now) != 0].max()) if now.numel() else None
     rows = now.tolist()
     return Spectrum(rows, [[2 * math.pi / f if f else None for f in row] for row in rows], moved)
-
-
-def _reach(view: LayerView) -> list[Reach]:
-    attention, bias = view.attention(), view.bias()
-    half, most = (attention_reach(attention, share).tolist() for share in (0.5, 0.9))
-    every = range(view.length)
-    means = [[]] * len(half) if bias is None else by_distance(bias, every)[..., 0].tolist()
-    out = []
-    for head, mean in enumerate(means):
-        at = every if mean else ()
-        fallen = [bias_reach(mean, at, level) for level in (0.5, math.exp(-1))]
-        out.append(Reach(head, fallen[0], fallen[1], half[head], most[head]))
-    return out
 
 
 def _histograms(view: LayerView) -> list[Histogram]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.arms import Arm
-from ..config import shipped_evidence
+from ..config import flat, shipped_evidence
 from ..errors import LabError
 from ..files import damaged, read_json
 from ..inspect.figure_data import VERSION as PICTURE_VERSION
@@ -27,7 +27,6 @@ from .stored import (
     Evaluation,
     StoredComparison,
     curves,
-    flat,
     read_comparison,
     read_evaluation,
     read_lines,

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from ..evaluate.benchmarks import METRICS, PAPER_TASKS, percent
 from .cells import BEST, NONE, Cell, Table, difference, interval, mean_only, number, short_count
-from .ranking import budget_blocks, compared_tasks, diverged_at, length_blocks, ranking, scored_by, text_blocks, trend_blocks
+from .ranking import (
+    budget_blocks,
+    compared_tasks,
+    diverged_at,
+    length_blocks,
+    ranking,
+    scored_by,
+    text_blocks,
+    trend_blocks,
+)
 from .results import Results
 from .statistics import Blocks, Summary
 

@@ -25,7 +25,10 @@ def summary(results: Results, limit: int | None = None) -> str:
     lines = [table(results, limit), "", answer.headline, *(f"  {each}" for each in answer.details)]
     lines += [*(f"Note: {note}" for note in results.notes), *([f"\n{note}"] if note else [])]
     if (shipped := shipped_with(results)) is not None:
-        lines += [f"\nShipped results of grape compare {shipped.stem}:\n", summary(read_results([shipped]), 1)]
+        lines += [
+            f"\nShipped results of grape compare {shipped.stem}:\n",
+            summary(read_results([shipped]), 1),
+        ]
         lines += [f"In full: grape report --markdown {shipped}"]
     return "\n".join(lines)
 

@@ -68,7 +68,10 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise LabError(f"--out must be a directory, but {self.path} is a file")
         entries = contents(self.path)
-        if not entries - {ENVIRONMENT, *self.before}:  # nothing, or killed before its configuration was written
+        if not entries - {
+            ENVIRONMENT,
+            *self.before,
+        }:  # nothing, or killed before its configuration was written
             return
         if CONFIG not in entries:
             raise LabError(
@@ -137,21 +140,28 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def _environment(config: RunConfig, data: dict[str, Any]) -> dict[str, Any]:
+    here = surroundings()
+    more = {"system": platform.platform(), "threads": torch.get_num_threads()}
     return {
         "id": secrets.token_hex(8),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join(sys.argv),
         "seed": config.seed,
-        "versions": {
-            "grape-pe": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        },
+        **here,
+        "machine": {**here["machine"], **more},
         "data": data,
     }
+
+
+def surroundings() -> dict[str, Any]:
+    """Where and how this process runs."""
+    return {
+        "versions": {
+            "grape-pe": __version__, "torch": torch.__version__, "python": platform.python_version(),
+        },
+        "machine": {
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "name": platform.machine(),
+        },
+        "command": " ".join(["grape", *sys.argv[1:]]),
+    }  # fmt: skip
