@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from .batches import Batch, Batches
 
-Given, Made = TypeVar("Given"), TypeVar("Made")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 def in_order(

@@ -54,8 +54,9 @@ def ranking_table(results: Results) -> Table:
         "the machine did."
     )
     if results.tasks:
-        kinds = sorted({scored_by(results, task) for task in compared_tasks(results)})
-        caption += f" Tasks ({', '.join(compared_tasks(results))}): share of {' or '.join(SCORED[k] for k in kinds)}, over lengths, then tasks."
+        tasks = compared_tasks(results)
+        kinds = " or ".join(SCORED[kind] for kind in sorted({scored_by(results, task) for task in tasks}))
+        caption += f" Tasks ({', '.join(tasks)}): share of {kinds}, over lengths, then tasks."
     return Table("ranking", "", caption, heads, shown, notes)
 
 
