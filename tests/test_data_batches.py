@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("tokenizers")
 
 from grape_pe.lab.data import Batch, DatasetBatches, Manifest, Shard, open_dataset, prefetch, write_shard
+from grape_pe.lab.data.batches import Windows
 from grape_pe.lab.data.permutation import permute
 from grape_pe.lab.errors import LabError
 
@@ -83,7 +84,7 @@ def _batches(directory: Path, seed: int = 0, sequence: int = T, **more: bool) ->
 
 def test_an_epoch_visits_every_window_once(directory: Path) -> None:
     batches = _batches(directory, seed=3)
-    count = batches.epoch_rows
+    count = Windows(batches.dataset, "train", batches.sequence).count
     assert count == (57 - 1) // T + (41 - 1) // T
     rows = torch.cat([batches.batch(step, range(N)).tokens for step in range(3 * count)])
     firsts = rows[:, 0].reshape(-1, count)  # an epoch a row: N * 3 of them

@@ -118,16 +118,16 @@ def _keep_gate(linear: Any, kept: dict[str, Tensor], name: str) -> Any:
 
 
 @torch.no_grad()
-def observe_encoding(encoding: Encoding, tokens: int = 128, seed: int = 0) -> LayerView:
+def observe_encoding(encoding: Encoding, tokens: int = 128) -> LayerView:
     """An encoding by itself, on unit normal queries, keys and inputs."""
-    data = sample(encoding, batch=1, tokens=tokens, seed=seed)
+    data = sample(encoding, batch=1, tokens=tokens, seed=0)
     code = encoding(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
     return LayerView(0, encoding, data, code)
 
 
-def distances(length: int, per_octave: int = 4) -> list[int]:
+def distances(length: int) -> list[int]:
     """0, 1, 2, … to length - 1, growing geometrically once steps of one are too fine."""
-    steps = [2 ** (i / per_octave) for i in range(per_octave * max(1, math.ceil(math.log2(max(length, 2)))))]
+    steps = [2 ** (i / 4) for i in range(4 * max(1, math.ceil(math.log2(max(length, 2)))))]
     return sorted({0, length - 1} | {round(step) for step in steps if round(step) < length})
 
 

@@ -44,7 +44,8 @@ from .capture import (
 from .figure_data import encoding_picture, picture
 from .singular_values import SpectralRow, spectral_rows
 
-SHIFT = 1000
+#: how far positions are shifted to measure the relative law, on how many tokens
+SHIFT, LAW_TOKENS = 1000, 96
 BINS = 16
 #: encodings whose scores never look at positions, only at running sums or at the path
 WITHOUT_POSITIONS = (NoPE, FoX, PhaseSlope, ContextualRotary, PaTH)
@@ -228,13 +229,8 @@ def _histograms(view: LayerView) -> list[Histogram]:
     return out
 
 
-def relative_law_residual(view: LayerView, shift: int = SHIFT, tokens: int = 96) -> float:
-    """The largest relative change of a causal score when every position moves by `shift`."""
-    return relative_law_error(view.encoding, view.data.cut(slice(0, tokens)), shift=shift)
-
-
 def _law(view: LayerView) -> Law:
-    residual = relative_law_residual(view)
+    residual = relative_law_error(view.encoding, view.data.cut(slice(0, LAW_TOKENS)), shift=SHIFT)
     tolerance = TOL[view.data.q.dtype]
     return Law(SHIFT, residual, tolerance, *_judged(view.encoding, residual, tolerance))
 

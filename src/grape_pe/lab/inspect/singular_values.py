@@ -17,6 +17,8 @@ from ...groups import DenseRotation, Joint, Unipotent, shift_generator, slope_ge
 from ...groups.spectrum import path_bounds, singular_pair
 from .capture import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
 
+DISTANCES = (1, 4, 16, 64, 256)
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -42,9 +44,9 @@ class SpectralRow:
     difference: float
 
 
-def spectral_rows(view: LayerView, at: Sequence[int] = (1, 4, 16, 64, 256)) -> tuple[list[SpectralRow], str]:
+def spectral_rows(view: LayerView) -> tuple[list[SpectralRow], str]:
     """Rows for distances within the text, and what is measured in words."""
-    within = [d for d in at if d < view.length]
+    within = [d for d in DISTANCES if d < view.length]
     parts = parts_of(view.encoding)
     special = [part for part in parts if isinstance(part, (PaTH, ShiftSlope))]
     if special and len(parts) > 1:

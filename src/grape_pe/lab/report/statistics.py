@@ -109,11 +109,11 @@ def blocks(values: Values, *, pooled: bool = True) -> Blocks:
         return Blocks(units, means)
     if not pooled:
         return Blocks(units, means, margins=_own_margins(values, units))
-    noisy = _noisy(_residuals(values, units))
-    alike = {label: each for label, each in values.items() if label not in noisy}
-    degrees = (len(alike) - 1) * (n - 1)
-    squares = (r * r for each in _residuals(alike, units).values() for r in each)
-    residual = math.sqrt(math.fsum(squares) / degrees)
+    left = _residuals(values, units)
+    if noisy := _noisy(left):
+        left = _residuals({label: each for label, each in values.items() if label not in noisy}, units)
+    degrees = (len(left) - 1) * (n - 1)
+    residual = math.sqrt(math.fsum(r * r for each in left.values() for r in each) / degrees)
     margin = _tukey(arms, degrees) * residual * math.sqrt(2 / n)
     own = _own_margins(values, units) if noisy else {}
     margins = {pair: wide for pair, wide in own.items() if not pair.isdisjoint(noisy)}
