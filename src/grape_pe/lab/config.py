@@ -237,6 +237,8 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
 
 def shipped_evidence(name: str) -> Path | None:
     """Results shipped with this package, as `grape report` reads them; None if there are none yet."""
+    if not name:
+        return None
     path = Path(str(resources.files("grape_pe.lab").joinpath("evidence", f"{name}.jsonl")))
     return path if path.is_file() else None
 
@@ -318,14 +320,14 @@ def settings(kind: type[RunConfig] = RunConfig) -> Iterator[tuple[str, str]]:
             yield name, field.description or ""
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
-    """Dotted names to values."""
-    tree = config.model_dump()
-    return {
-        name: tree[s][f] if f else tree[s]
-        for name in field_names(type(config))
-        for s, _, f in [name.partition(".")]
-    }
+def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names to values, one level deep; names that are dotted already stay."""
+    tree = settings.model_dump() if isinstance(settings, RunConfig) else settings
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        inside = isinstance(value, dict) and "." not in key
+        out |= {f"{key}.{name}": each for name, each in value.items()} if inside else {key: value}
+    return out
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:

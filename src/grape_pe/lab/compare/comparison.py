@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field
 
-from ... import __version__
 from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
 from ..errors import LabError
-from ..files import LOCK, damaged, read_json, write_json
+from ..files import contents, damaged, read_json, write_json
 from ..tasks import build_task
 from ..tasks.base import FACTORS
+from ..train.run_directory import surroundings
 from .arms import Arm
 from .budgets import branches, shortened
 
@@ -199,7 +195,7 @@ def make_directory(root: Path) -> None:
     if root.exists() and not (root / COMPARISON).exists():
         if not root.is_dir():
             raise LabError(f"--out must be a directory, but {root} is a file")
-        if any(path.name != LOCK for path in root.iterdir()):
+        if contents(root):
             raise LabError(f"{root} holds other files and no comparison; give an empty or new directory")
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -288,19 +284,4 @@ def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
         **surroundings(),
         "threads": threads,
         "comparison": comparison.model_dump(),
-    }  # fmt: skip
-
-
-def surroundings() -> dict[str, Any]:
-    """Where and how this process runs."""
-    return {
-        "versions": {
-            "grape-pe": __version__, "torch": torch.__version__, "python": platform.python_version(),
-        },
-        "machine": {
-            "cores": os.cpu_count(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "name": platform.machine(),
-        },
-        "command": " ".join(["grape", *sys.argv[1:]]),
     }  # fmt: skip

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -166,7 +167,7 @@ class Trainer:
         stopped = 0
         try:
             with StopSignals() as signals:  # to the end: a cluster may ask twice, also while this saves
-                with prefetch(self.feed.batches, steps, self._rows) as coming:
+                with closing(prefetch(self.feed.batches, steps, self._rows)) as coming:
                     for step, parts in coming:
                         stopped = self._train_step(step, parts, signals)
                         if stopped:
