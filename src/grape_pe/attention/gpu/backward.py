@@ -116,7 +116,7 @@ def _table_step(
     block = tl.arange(0, BM // BN)[:, None] * BN + n
     inside = inside & (ds != 0.0)
     start = tl.where(inside, near - m - n, L)
-    here = tl.min(tl.min(start, 1), 0)
+    here = tl.min(start)  # by axes, triton 3.7.1 fails to compile it for sm_100
     while here < L:
         turned = tl.gather(tl.where(start == here, ds, 0.0), turn, 1)
         for s in tl.static_range(TABLES):
@@ -130,7 +130,7 @@ def _table_step(
                 real = (to >= 0) & (to < L)
                 tl.store(pointers, tl.load(pointers, mask=real, other=0.0) + sums, mask=real)
                 tl.debug_barrier()  # the next loads are of numbers that other threads stored
-        here = tl.min(tl.min(tl.where(start > here, start, L), 1), 0)
+        here = tl.min(tl.where(start > here, start, L))
     return d_mix, ends
 
 
