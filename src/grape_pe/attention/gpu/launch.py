@@ -120,11 +120,6 @@ def _in_two(c: Tensor) -> Tensor:
     return torch.stack(as_two_floats(_by_head(c)), 3)
 
 
-def _one_for_all(table: Tensor) -> Tensor:
-    """(H|1, S, L): one where all heads share it."""
-    return table[:1] if table.stride(0) == 0 else table
-
-
 def _strides(name: str, x: Tensor) -> dict[str, int]:
     return {f"stride_{name}{a}": x.stride(n) for n, a in enumerate("bht")}
 
@@ -176,7 +171,7 @@ def _shared(p: AttentionProblem, kind: Kind) -> dict[str, Any]:
         "RATE_Q": made(p.rate_q, _by_head), "RATE_K": made(p.rate_k, _by_head),
         "C_Q": made(p.c_q, _in_two), "C_K": made(p.c_k, _in_two),
     }  # fmt: skip
-    table = made(p.table, _one_for_all)
+    table = made(p.table, lambda x: x[:1] if x.stride(0) == 0 else x)  # (H|1, S, L)
     strides = _strides("q", q) | _strides("k", k) | _strides("v", v)
     for name, x in slopes.items():  # over batch and heads; zero where it is shared
         short = name[0].lower() + name[-1].lower()
