@@ -118,7 +118,10 @@ class Case:
             bias = bias + PathBias(leaves["probe_q"], leaves["probe_k"], leaves["rate"], link)
         if "table" in leaves:
             places = self.positions(leaves["q"].device)
-            sides = places[..., max(self.keys - self.queries, 0) :][..., : self.queries], places[..., : self.keys]
+            sides = (
+                places[..., max(self.keys - self.queries, 0) :][..., : self.queries],
+                places[..., : self.keys],
+            )
             bias = bias + DistanceBias(*sides, leaves["table"], leaves.get("mix"), -10, self.beyond)
         return bias
 

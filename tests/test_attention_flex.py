@@ -56,7 +56,9 @@ def test_tables_over_distances(uncompiled, monkeypatch, kind, masks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, masks", [("mixed", ALL), ("terms", {}), ("a-qk", ALL), ("none", {"causal": False})])
+@pytest.mark.parametrize(
+    "kind, masks", [("mixed", ALL), ("terms", {}), ("a-qk", ALL), ("none", {"causal": False})]
+)
 def test_compiled_inference(kind, masks):
     check(kind, 100, torch.float32, masks)
 

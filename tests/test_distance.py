@@ -252,7 +252,11 @@ def test_every_implementation_that_cannot_says_so(name):
     q = torch.randn(1, 3, 5, 8)
     bias = grape.build(name, **SHAPE)(q, q).bias
     given = q.clone().requires_grad_()
-    for impl, reason in (("triton", "CUDA"), ("flex", "gradients of a DistanceBias"), ("sdpa", "DistanceBias")):
+    for impl, reason in (
+        ("triton", "CUDA"),
+        ("flex", "gradients of a DistanceBias"),
+        ("sdpa", "DistanceBias"),
+    ):
         with pytest.raises(ValueError, match=reason):
             attend(given, q, q, bias=bias, impl=impl)
     two = bias + grape.build("t5", **SHAPE)(q, q).bias

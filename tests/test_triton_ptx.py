@@ -80,7 +80,9 @@ MATRIX += [
 ]
 MATRIX += [Case("mixed", BF16, batch=2, **options) for mask, options in MASKS.items() if mask != "causal"]
 MATRIX += [Case("mixed", dtype, batch=2, gaps=True, beyond="zero") for dtype in (BF16, FP16)]
-MATRIX += [Case(bias, BF16, queries=n, keys=300, heads=4) for bias in ("mixed", "slope+table") for n in (1, 5)]
+MATRIX += [
+    Case(bias, BF16, queries=n, keys=300, heads=4) for bias in ("mixed", "slope+table") for n in (1, 5)
+]
 MATRIX += [Case("mixed", FP32, head_dim=d) for d in (32, 64)]
 MATRIX += [Case(bias, BF16, gaps=True) for bias in ("slope+mixed", "path+mixed", "slope+path+table")]
 MATRIX += [

@@ -347,7 +347,15 @@ def test_the_dense_computation_passes_its_own_check(dtype: str):
     found = check.check(problem(dtype=dtype, masks=ALL_MASKS))
     assert found.ok, found.reason
     names = {"out", "d_q", "d_k", "d_v", "d_c_q", "d_c_k", "d_rate_q", "d_rate_k"}
-    assert set(found.errors) == names | {"d_probe_q", "d_probe_k", "d_rate", "d_table", "d_mix", "out[1]", "out[3]"}
+    assert set(found.errors) == names | {
+        "d_probe_q",
+        "d_probe_k",
+        "d_rate",
+        "d_table",
+        "d_mix",
+        "out[1]",
+        "out[3]",
+    }
     assert all(row["error"] == row["dense"] for row in found.errors.values())
 
 

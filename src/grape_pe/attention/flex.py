@@ -1,8 +1,8 @@
 """FlexAttention: the bias as a score_mod, the masks as a block mask. CUDA training, compiled CPU inference.
 
-A score_mod is a function of one pair (t, j), which is all a slope or a table over distances needs. Coordinates are passed as two
-float32 each, so that c_j - c_t keeps the digits of float64. A path is a sum over the tokens between j and t,
-which no score_mod can compute.
+A score_mod is a function of one pair (t, j), which is all a slope or a table over distances needs. Coordinates are
+passed as two float32 each, so that c_j - c_t keeps the digits of float64. A path is a sum over the tokens between
+j and t, which no score_mod can compute.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ in the scale and in the rates. Tiles are (BM, BN), and (BN, BM) where KEYS, the 
 over queries is expanded at axis KEYS, one over keys at 1 - KEYS.
 
 Arguments that go together are tuples: `slopes` (RATE_Q, RATE_K, C_Q, C_K of one head), `distances` (TABLE, MIX of
-one head, PLACE_Q, PLACE_K of one sequence, L: entries of a table), `masks` (DOCS, PADDING of one sequence), `at` (i, j, live_q, live_k, TQ, TK: rows, keys, which of them to read, how many there are).
+one head, PLACE_Q, PLACE_K of one sequence, L: entries of a table), `masks` (DOCS, PADDING of one sequence), `at`
+(i, j, live_q, live_k, TQ, TK: rows, keys, which of them to read, how many there are).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -25,8 +26,21 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 #: queries that share one entry of FIRST, and keys that share one entry of BOUNDS
 PATCH: tl.constexpr = tl.constexpr(64)
 #: arguments that change from call to call and must not compile a kernel each
-LENGTHS = ["H", "HKV", "HP", "TQ", "TK", "window", "patches", "heads_from", "borders", "parts"]
-LENGTHS += ["key_from", "part_keys", "L", "table_h", *(f"{x}_{axis}" for x in ("rq", "rk", "cq", "ck") for axis in "bh")]
+LENGTHS = [
+    "H",
+    "HKV",
+    "HP",
+    "TQ",
+    "TK",
+    "L",
+    "table_h",
+    "window",
+    "patches",
+    "heads_from",
+    "borders",
+    "parts",
+]
+LENGTHS += ["key_from", "part_keys", *(f"{x}_{axis}" for x in ("rq", "rk", "cq", "ck") for axis in "bh")]
 
 
 @dataclass(frozen=True)
@@ -184,9 +198,9 @@ def add_slopes(x, slopes, at, KIND: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def table_entry(distances, at, KEYS: tl.constexpr):
     """The entry of a table at each distance, and the nearest one that there is. PLACE_Q is less the first distance."""
-    i, j, live_q, live_k, TQ, TK = at
-    ours = tl.expand_dims(tl.load(distances[2] + i, mask=live_q, other=0), KEYS)
-    entry = ours - tl.expand_dims(tl.load(distances[3] + j, mask=live_k, other=0), 1 - KEYS)
+    ours = tl.load(distances[2] + at[0], mask=at[2], other=0)
+    theirs = tl.load(distances[3] + at[1], mask=at[3], other=0)
+    entry = tl.expand_dims(ours, KEYS) - tl.expand_dims(theirs, 1 - KEYS)
     return entry, tl.minimum(tl.maximum(entry, 0), distances[4] - 1).to(tl.int32)
 
 
