@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from grape_pe.attention import attend, record_pruning
 from grape_pe.attention.cpu import build as native
 from grape_pe.bias import DistanceBias
 from grape_pe.encodings.t5 import t5_bucket
+from grape_pe.precision import readable
 
 SHAPE = {"heads": 3, "head_dim": 8}
 NAMES = ("t5", "kerple-log", "kerple-power", "sandwich", "relative")
@@ -288,6 +290,15 @@ def test_torch_func_and_compile(name):
     assert (z - y).abs().max() < 1e-5 and (again.grad - plain.grad).abs().max() < 1e-4
     for want, p in zip(grads, enc.parameters(), strict=True):
         assert (p.grad - want).abs().max() < 1e-4 * (1 + want.abs().max())
+
+
+def test_no_position_is_read_while_a_graph_is_captured(monkeypatch):
+    """A read would end the capture; attention then takes an implementation without the table."""
+    on_device = SimpleNamespace(is_meta=False, is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not readable(on_device) and readable(torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert readable(on_device)
 
 
 def test_half_precision_layers():

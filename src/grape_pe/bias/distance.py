@@ -112,8 +112,9 @@ class DistanceBias(Bias):
             return None
         if any(x.numel() == 0 for x in positions):
             return 0, 0
-        (low_q, high_q), (low_k, high_k) = self.position_q.aminmax(), self.position_k.aminmax()
-        return int(low_q - high_k), int(high_q - low_k)
+        ends = torch.stack([*self.position_q.aminmax(), *self.position_k.aminmax()])  # read from a GPU at once
+        low_q, high_q, low_k, high_k = map(int, ends.tolist())
+        return low_q - high_k, high_q - low_k
 
     def why_not_resolved(self) -> str | None:
         """Why there is no table of all distances, or None where there is one."""
@@ -121,7 +122,7 @@ class DistanceBias(Bias):
             return None
         span = self.span()
         if span is None:
-            return "it reads a table of all distances, and the positions cannot be read here (torch.compile)"
+            return "it reads a table of all distances, and the positions cannot be read here (torch.compile, CUDA graph)"
         if span[1] - span[0] >= LONGEST:
             return f"its table would hold {span[1] - span[0] + 1} distances, more than {LONGEST}"
         return None
