@@ -78,7 +78,9 @@ def test_a_walk_over_distances_is_never_stopped() -> None:
         out = attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="triton")
     assert report.computed == report.visible
     want = attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="reference")
-    torch.testing.assert_close(out, want)
+    assert (
+        out - want
+    ).abs().max() < 1e-3  # float32 at 1e4 is rounded by as much; a walk that stops is off by one
 
 
 def test_no_tokens() -> None:

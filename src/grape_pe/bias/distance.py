@@ -112,7 +112,9 @@ class DistanceBias(Bias):
             return None
         if any(x.numel() == 0 for x in positions):
             return 0, 0
-        ends = torch.stack([*self.position_q.aminmax(), *self.position_k.aminmax()])  # read from a GPU at once
+        ends = torch.stack(
+            [*self.position_q.aminmax(), *self.position_k.aminmax()]
+        )  # read from a GPU at once
         low_q, high_q, low_k, high_k = map(int, ends.tolist())
         return low_q - high_k, high_q - low_k
 
