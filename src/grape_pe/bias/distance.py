@@ -118,7 +118,9 @@ class DistanceBias(Bias):
         if any(x.numel() == 0 for x in positions):
             return 0, 0
         (low_q, high_q), (low_k, high_k) = (x.aminmax(dim=-1) for x in positions)
-        return int((low_q - high_k).min()), int((high_q - low_k).max())
+        ends = torch.stack([(low_q - high_k).min(), (high_q - low_k).max()])  # read from a GPU at once
+        low, high = map(int, ends.tolist())
+        return low, high
 
     def why_not_resolved(self) -> str | None:
         """Why there is no table of all distances, or None where there is one."""
@@ -126,7 +128,7 @@ class DistanceBias(Bias):
             return None
         span = self.span()
         if span is None:
-            return "it reads a table of all distances, and the positions cannot be read here (torch.compile)"
+            return "it reads a table of all distances, and the positions cannot be read here (torch.compile, CUDA graph)"
         if span[1] - span[0] >= LONGEST:
             return f"its table would hold {span[1] - span[0] + 1} distances, more than {LONGEST}"
         return None
