@@ -128,7 +128,7 @@ class DistanceBias(Bias):
             return None
         span = self.span()
         if span is None:
-            return "it reads a table of all distances, and the positions cannot be read here (torch.compile, CUDA graph)"
+            return "it reads a table of all distances, and positions cannot be read here (torch.compile, CUDA graph)"
         if span[1] - span[0] >= LONGEST:
             return f"its table would hold {span[1] - span[0] + 1} distances, more than {LONGEST}"
         return None
