@@ -109,7 +109,7 @@ class Rotary(RotationEncoding):
         per_head: bool = False,
         layout: Layout = "half",
         rotary_dim: int | None = None,
-        scaling: Mapping[str, Any] | None = None,
+        scaling: Mapping[str, Any] | str | None = None,
         coords: int = 1,
         axes: Axes = "disjoint",
     ) -> None:

@@ -22,7 +22,7 @@ from ...extras import require
 from ..compare.arms import Arm
 from ..data import DatasetBatches, Source, open_dataset, open_source, prepare
 from ..errors import LabError
-from ..evaluate import benchmarks
+from ..evaluate import benchmarks, passkey
 from ..files import SCRATCH, write_json, write_text
 from ..pretrained import check_source, identity_of, load_pretrained
 from ..train.checkpoint import cause
@@ -34,9 +34,11 @@ from .learned import heads, picture
 from .report import RESULT, write_adapt_report
 from .settings import AdaptConfig, Wishes
 from .trained import adapted, scaled, select_trained
-from .trainer import AdaptTrainer
+from .trainer import AdaptTrainer, evaluation_file
 
 DATA, FINAL, STOCK = "data", "final", "stock"
+#: what is measured of a model before and after, besides its losses
+TASKS, PASSKEY = "lm_eval-{}.json", "passkey-{}.json"
 #: bytes of text for each token, to hold out enough of it
 BYTES_A_TOKEN = 6
 #: tokens on which logits are compared before and after `adapt`
@@ -92,6 +94,8 @@ class _Job:
             RunDirectory(self.directory(arm), (DATA,)).check(self.configs[arm.label], resume=True)
         if len(self.arms) > 1:
             _check_root(root, [arm.label for arm in self.arms])
+        if wishes.passkey:
+            passkey.check_room(self.tokenizer, min(self._lengths(self.arms[0])))
         self.first = self._adapted(self.arms[0])
         for arm in self.arms[1:]:
             self._adapted(arm)
@@ -113,8 +117,11 @@ class _Job:
         measure = largest_change if scaled(config) else check_unchanged
         return decoder, measure(before, decoder, tokens)
 
+    def _lengths(self, arm: Arm) -> list[int]:
+        return self.configs[arm.label].adapt.lengths
+
     def _prepare(self, wishes: Wishes) -> Path:
-        longest = max(max(c.adapt.factors) * c.adapt.context for c in self.configs.values())
+        longest = max(max(self._lengths(arm)) for arm in self.arms)
         share = held_out_share(self.source, max(longest, wishes.eval_tokens, wishes.context) + 1)
         with tempfile.TemporaryDirectory() as scratch:
             place = Path(scratch, "tokenizer")
@@ -137,6 +144,7 @@ class _Job:
         identity = sha256((self.data / "manifest.json").read_bytes()).hexdigest()[:16]
         directory = RunDirectory(place, (DATA,))
         directory.open(config, {"manifest": identity}, resume=True)
+        self._copy_before(arm)
         try:
             decoder, changed = self.first if arm is self.arms[0] else self._adapted(arm)
             return _Run(config, place, Feed(batches, {}), dataset, self.tokenizer, self.quiet).run(
@@ -144,6 +152,19 @@ class _Job:
             )
         finally:
             directory.close()
+
+
+    def _copy_before(self, arm: Arm) -> None:
+        """What was measured before training is the same for all encodings that leave the logits as they are."""
+        same = [other for other in self.arms if not scaled(self.configs[other.label])]
+        done = next((a for a in same if (self.directory(a) / RESULT).is_file()), None)
+        if done is None or arm not in same:
+            return
+        for path in [evaluation_file(Path(), 0), *(Path(name.format("before")) for name in (TASKS, PASSKEY))]:
+            source, target = self.directory(done) / path, self.directory(arm) / path
+            if source.is_file() and not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                write_text(target, source.read_text())
 
 
 @dataclass
@@ -159,7 +180,7 @@ class _Run:
 
     def run(self, decoder: PretrainedDecoder, changed: float) -> int:
         model = decoder.pretrained
-        self._score(model, "before")
+        self._measure(model, "before")
         wrapped = select_trained(model, self.config)
         world = World(device=default_device())
         trainer = AdaptTrainer(
@@ -173,7 +194,7 @@ class _Run:
         if trainer.fade is not None:
             trainer.fade.take_out()
         self._save(model)
-        self._score(model.eval(), "after")
+        self._measure(model.eval(), "after")
         decoder.cpu()
         write_text(self.directory / "picture.json", _json(picture(decoder, self.dataset, self._name)))
         trained = sum(p.numel() for group in trainer.optimizer.param_groups for p in group["params"])
@@ -210,12 +231,21 @@ class _Run:
                     "the same command again"
                 ) from None
 
+    def _measure(self, model: Any, when: str) -> None:
+        """Language tasks and passkeys, unless it is done."""
+        model.to(default_device())
+        self._score(model, when)
+        settings, place = self.config.adapt, self.directory / PASSKEY.format(when)
+        if settings.passkey and not place.exists():
+            found = passkey.passkey_scores(model, self.tokenizer, settings.lengths, cases=settings.passkey)
+            write_json(place, {"scores": passkey.to_json(found)})
+
     def _score(self, model: Any, when: str) -> None:
-        settings, place = self.config.adapt, self.directory / f"lm_eval-{when}.json"
+        settings, place = self.config.adapt, self.directory / TASKS.format(when)
         if not settings.tasks or place.exists():
             return
         scores = benchmarks.evaluate(
-            model.to(default_device()), self.tokenizer, settings.tasks, data=settings.task_data or None,
+            model, self.tokenizer, settings.tasks, data=settings.task_data or None,
             limit=settings.task_limit or None, checkpoint=f"{self._name} {when}",
         )  # fmt: skip
         scores.save(place)

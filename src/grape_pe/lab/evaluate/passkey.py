@@ -81,6 +81,11 @@ def _text(tokenizer: Any, length: int, depth: float, seed: tuple[int, int]) -> t
     return begin + around[:before] + needle + around[before:] + question + secret, secret
 
 
+def check_room(tokenizer: Any, length: int) -> None:
+    """Refuse a length without room for the number and the question."""
+    _text(tokenizer, length, 0.0, (0, 0))
+
+
 def _answer(model: Any, ids: list[int], wanted: list[int]) -> tuple[float, float]:
     """Whether every token of the answer is the first choice, and their mean loss."""
     tokens = torch.tensor([ids[:-1]], device=model.device)
