@@ -142,9 +142,15 @@ def test_checkpoints_hold_the_trained_parameters_only(finished):
     assert names and all("encoding" in name for name in names)
 
 
-def test_a_sweep_compares_encodings_and_takes_more_later(material, tmp_path):
+def test_a_sweep_compares_encodings_and_takes_more_later(material, tmp_path, monkeypatch, capsys):
     out = tmp_path / "sweep"
+    measured = []
+    before = AdaptTrainer._measure_lengths
+    monkeypatch.setattr(
+        AdaptTrainer, "_measure_lengths", lambda self, done: (measured.append(done), before(self, done))
+    )
     assert run(material, out, "--sweep", "rope,rope+alibi", "--train", "all", encoding=None) == 0
+    assert measured == [0, 3, 6, 3, 6]  # what is the same before training is measured once
     done = (out / "rope" / "result.json").stat().st_mtime_ns
     assert run(material, out, "--sweep", "rope,rope+alibi,rope+fox", "--train", "all", encoding=None) == 0
     assert (out / "rope" / "result.json").stat().st_mtime_ns == done
@@ -156,6 +162,32 @@ def test_a_sweep_compares_encodings_and_takes_more_later(material, tmp_path):
         for name in ("rope", "rope+alibi", "rope+fox")
     }
     assert max(losses.values()) - min(losses.values()) < TOL[torch.float32]
+    capsys.readouterr()
+    assert main(["report", str(out / "results.jsonl"), "--markdown"]) == 0
+    table = capsys.readouterr().out
+    for arm in ("before", "rope", "rope+alibi", "rope+fox"):
+        found = json.loads((out / ("rope" if arm == "before" else arm) / "evaluations" /
+                            f"step-0000000{0 if arm == 'before' else 6}.json").read_text())  # fmt: skip
+        loss = next(e["loss"] for e in found["extrapolation"] if (e["length"], e["window"]) == (64, None))
+        assert re.search(rf"\| `{re.escape(arm)}` \|.*\b{loss:.3f}\b", table)
+
+
+def test_other_frequencies_are_measured_before_training_too(material, tmp_path):
+    """An arm whose logits change at once does not take the losses before training from another."""
+    out, more = tmp_path / "out", ("--train", "all", "--passkey", "1", "--eval-tokens", "256")
+    budget = [*BUDGET[:2], "--steps", "1", "--lengths", "16", "--quiet"]
+    arms = "rope[scaling=linear:4],rope,rope+fox"
+    assert run(material, out, "--sweep", arms, *more, encoding=None, budget=budget) == 0
+    losses = {
+        arm: json.loads((out / arm / "evaluations/step-00000000.json").read_text())["val_loss"]
+        for arm in ("rope[scaling=linear:4]", "rope", "rope+fox")
+    }
+    assert losses["rope"] == losses["rope+fox"] != losses["rope[scaling=linear:4]"]
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
+    before = {line["label"]: line for line in lines}["before"]
+    assert before["val_loss"] == losses["rope"]
+    assert [len(line["passkey"]) for line in lines] == [5, 5, 5, 5]
+    assert "256 tokens" in (out / "report.html").read_text()
 
 
 YARN = "rope[scaling={type: yarn, factor: 4}]"
@@ -217,6 +249,7 @@ BAD = {
     "lengths": (("--encoding", "rope+fox", "--lengths", "0,1"), "--lengths"),
     "steps": (("--encoding", "rope+fox", "--steps", "0"), "steps"),
     "eval tokens": (("--encoding", "rope+fox", "--eval-tokens", "8"), "--eval-tokens"),
+    "passkey": (("--encoding", "rope+fox", "--passkey", "1"), "a text of 16 tokens is too short"),
     "rank": (("--encoding", "rope+fox", "--lora", "-1"), "--lora must not be negative"),
     "option": (("--encoding", "rope+fox[spectrum=1]"), "spectrum"),
 }

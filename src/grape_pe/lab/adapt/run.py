@@ -31,14 +31,14 @@ from ..train.feed import Feed
 from ..train.run_directory import RunDirectory, read_metrics
 from .decoder import PretrainedDecoder, check_unchanged, largest_change
 from .learned import heads, picture
-from .report import RESULT, write_adapt_report
-from .settings import AdaptConfig, Wishes
+from .report import LINES, RESULT, write_adapt_report
+from .settings import PASSKEY, AdaptConfig, Wishes
 from .trained import adapted, scaled, select_trained
 from .trainer import AdaptTrainer, evaluation_file
 
 DATA, FINAL, STOCK = "data", "final", "stock"
-#: what is measured of a model before and after, besides its losses
-TASKS, PASSKEY = "lm_eval-{}.json", "passkey-{}.json"
+#: scores of language tasks before and after
+TASKS = "lm_eval-{}.json"
 #: bytes of text for each token, to hold out enough of it
 BYTES_A_TOKEN = 6
 #: tokens on which logits are compared before and after `adapt`
@@ -292,7 +292,7 @@ def _check_root(root: Path, labels: Sequence[str]) -> None:
     """Refuse a directory of a sweep that holds something else."""
     if root.exists() and not root.is_dir():
         raise LabError(f"--out must be a directory, but {root} is a file")
-    others = {p.name for p in root.iterdir()} - {DATA, "report.html", *labels} if root.is_dir() else set()
+    others = {p.name for p in root.iterdir()} - {DATA, "report.html", LINES, *labels} if root.is_dir() else set()
     unknown = [name for name in sorted(others) if not (root / name / "config.yaml").is_file()]
     if unknown:
         raise LabError(f"{root} holds {unknown[0]} and is no sweep; give an empty or new directory as --out")

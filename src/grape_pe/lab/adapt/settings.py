@@ -27,6 +27,8 @@ Method = Literal["new", "lora", "all"]
 #: learning rates by default: of the new parameters, and of LoRA's or the model's own
 NEW_RATE = 1e-3
 OWN_RATES: dict[Method, float] = {"new": 0.0, "lora": 5e-4, "all": 1e-4}
+#: answers of passkey texts before and after, in a run's directory
+PASSKEY = "passkey-{}.json"
 
 
 class AdaptSection(Section):
