@@ -39,7 +39,7 @@ def before_table(results: Results) -> Table:
 
     heads = [*(f"loss at {n:,}" for n in lengths), f"at {results.longest or 0:,}, window {window}"]
     caption = (
-        "Mean loss in nats a token on held-out text, the same text at every length; in brackets the change since "
+        "Mean loss in nats a token on held-out text, the same text at every length, with the change since "
         "before and its 95% interval over stretches of text, simultaneous over all pairs of models. The last column "
         "limits attention to the context of the pretrained model: the baseline at greater lengths."
     )
@@ -63,7 +63,7 @@ def passkey_table(results: Results) -> Table:
 
     caption = (
         "How many of the numbers hidden in a long text were given as the answer to the question at its end, over "
-        "all depths; in brackets the mean loss of a token of the answer, in nats."
+        "all depths, with the mean loss of a token of the answer in nats."
     )
     rows = _by_arm(results, lambda _, found: [cell(found, n) for n in lengths])
     return Table("passkey", "Numbers found", caption, [f"{n:,} tokens" for n in lengths], rows)
