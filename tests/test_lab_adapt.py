@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from grape_pe.lab.errors import LabError
 from grape_pe.lab.evaluate.lengths import stream_losses
 from grape_pe.testing import TOL
 from lab_runs import TEXT
+from test_adapt_families import CASES, stir, stock
 
 SIZES = {
     "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -328,6 +330,36 @@ def test_a_window_hides_what_is_further_back():
     cut = stream_losses(model, tokens[:, 20:29])
     torch.testing.assert_close(found[:, 27], cut[:, 7], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, stream_losses(model, tokens), atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_is_streamed_as_it_computes(case):
+    """Losses through the cache, as they are measured, are those of one pass; sliding layers keep their windows."""
+    uncapped = {"final_logit_softcapping": None} if case == "Gemma2" else {}
+    model = PretrainedDecoder(stir(adapt(stock(case, **uncapped), "rope+fox")))
+    tokens = torch.randint(60, (2, 25))
+    logits = model(tokens[:, :-1])
+    torch.testing.assert_close(logits, model.pretrained(tokens[:, :-1]).logits, rtol=1e-4, atol=1e-4)
+    found = stream_losses(model, tokens, chunk=7)
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(found.flatten(), whole, rtol=1e-4, atol=1e-4)
+    assert len(model.observe(tokens[0])) == 3
+
+
+@pytest.mark.parametrize("case", ["GPTNeoX", "Phi3", "Gemma3", "SmolLM3"])
+def test_other_families_are_trained_and_loaded(case, material, tmp_path):
+    model = stock(case, vocab_size=257, max_position_embeddings=16, eos_token_id=256, hidden_size=32)
+    model.save_pretrained(tmp_path / "model")
+    for file in (material / "model").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+    (tmp_path / "text").symlink_to(material / "text")
+    budget = ["--context", "32", "--steps", "2", "--batch", "1", "--lengths", "1,2", "--eval-tokens", "64"]
+    assert run(tmp_path, tmp_path / "out", "--lora", "2", "--quiet", budget=budget) == 0
+    again, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final"), torch.arange(12)[None]
+    assert type(again).__name__ == f"Grape{case}ForCausalLM"
+    with torch.no_grad():
+        assert (again(ids).logits - model(ids).logits).abs().max() > 0
 
 
 def test_a_head_that_is_more_than_a_matrix_is_refused():
