@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,6 +129,29 @@ def test_a_killed_run_goes_on_to_the_same_weights(material, tmp_path, monkeypatc
     assert ends[0]["extrapolation"] == ends[1]["extrapolation"] and ends[0]["val_loss"] == ends[1]["val_loss"]
 
 
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(material, tmp_path):
+    """With SIGKILL, in a process of its own, as often as it takes to end."""
+    more = [*BUDGET[:2], "--steps", "40", "--batch", "2", "--checkpoint-every", "2", "--eval-every", "20",
+            "--lengths", "1,2", "--eval-tokens", "64", "--quiet"]  # fmt: skip
+    assert run(material, tmp_path / "whole", budget=more) == 0
+    out, kills = tmp_path / "cut", 0
+    given = ["adapt", material / "model", "--encoding", "rope+grape-ap", "--data", material / "text", "--out", out]
+    while not (out / "result.json").exists():
+        done = len(list(out.glob("checkpoints/step-*"))) and int(max(out.glob("checkpoints/step-*")).name[5:])
+        process = subprocess.Popen([sys.executable, "-m", "grape_pe.cli", *map(str, given), *more])
+        while process.poll() is None and kills < 3:
+            at = [int(path.name[5:]) for path in out.glob("checkpoints/step-*")]
+            if at and max(at) >= done + 6:
+                process.kill()
+                kills += 1
+            time.sleep(0.02)
+        assert process.wait() in (0, -9)
+    assert kills >= 1
+    for name in ("final/model.safetensors", "picture.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (out / name).read_bytes()
+
+
 def test_lora_is_merged_and_trains_the_encoding_too(material, tmp_path):
     assert run(material, tmp_path / "out", "--lora", "2", encoding="rope+fox") == 0
     before, after = weights(material / "model"), weights(tmp_path / "out" / "final")
@@ -240,6 +266,7 @@ def test_export_writes_a_stock_model_with_the_same_logits(material, tmp_path):
 BAD = {
     "other rotation": (("--encoding", "grape-m-ctx"), "would change the logits"),
     "nothing stock left": (("--encoding", "fox", "--export"), "stock models rotate"),
+    "fading what is frozen": (("--encoding", "fox"), "--train all or --lora"),
     "scaling": (("--encoding", "rope[scaling={type: yarn}]", "--train", "all"), "needs 'factor'"),
     "unknown encoding": (("--encoding", "rope+kerpel"), "kerpel"),
     "nothing to train": (("--encoding", "rope"), "adds no parameter to train"),

@@ -131,6 +131,11 @@ class Wishes:
             return 0
         if self.export:
             raise LabError(f"--export: stock models rotate, {encoding} does not; leave --export out")
+        if self.method == "new":
+            raise LabError(
+                f"{encoding} has no rotation: the model's own is faded out while it is trained, which all of its "
+                "parameters must follow; give --train all or --lora RANK"
+            )
         return max(1, self.steps // 2)
 
     def _own_rate(self) -> float:
