@@ -18,7 +18,7 @@ from grape_pe import testing
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-TABLE = {m[1]: m[2].split("|") for m in re.finditer(r"^\| `([a-z-]+)` \|(.*)\|$", README, re.M)}
+TABLE = {m[1]: m[2].split("|") for m in re.finditer(r"^\| `([a-z0-9-]+)` \|(.*)\|$", README, re.M)}
 
 
 def run(code: str) -> str:
@@ -87,8 +87,8 @@ def test_readme_table_tells_the_truth(name: str):
     _, bias, _, learned, relative = (cell.strip() for cell in TABLE[name])
     enc = grape.build(name, heads=2, head_dim=8, width=8)
     data = testing.sample(enc)
-    kinds = {"none": grape.NoBias, "slope": grape.SlopeBias, "path": grape.PathBias, "tile": grape.TileBias}
-    assert isinstance(enc(data.q, data.k, x=data.x).bias, kinds[bias])
+    kind = getattr(grape, bias.replace("none", "no").title() + "Bias")
+    assert isinstance(enc(data.q, data.k, x=data.x).bias, kind)
     assert (learned == "–") == (not list(enc.parameters()))
     assert relative.startswith("yes") == (enc.breaks_relative_law is None)
 

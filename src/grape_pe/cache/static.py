@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bias import LINKS, Bias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
+from ..bias import LINKS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
 from ..precision import without_autocast
 from .inputs import AttentionInputs, Norms, encode
@@ -225,10 +225,10 @@ class StaticInputs(AttentionInputs):
 def check_bias(encoding: Encoding, bias: Bias) -> None:
     """Refuse biases whose rows depend on where the last key stands."""
     for part in bias.parts if isinstance(bias, SumBias) else (bias,):
-        if not isinstance(part, (NoBias, SlopeBias, SlopeTerm, PathBias)):
+        if not isinstance(part, (NoBias, SlopeBias, SlopeTerm, PathBias, DistanceBias)):
             raise ValueError(
                 f"{encoding!r} has a {type(part).__name__}, which a static cache cannot compute (it computes "
-                f"SlopeBias and PathBias); {USE}"
+                f"SlopeBias, PathBias and DistanceBias); {USE}"
             )
 
 

@@ -51,7 +51,8 @@ class Sandwich(ProfileEncoding):
 
     def reset_parameters(self) -> None:
         if not self.ratios.is_meta:
-            self.ratios.copy_(self.shape.heads / (8.0 * torch.arange(1, self.shape.heads + 1)))
+            heads = torch.arange(1, self.shape.heads + 1, dtype=torch.float32)
+            self.ratios.copy_(self.shape.heads / (8 * heads))
 
     def numbers(self, tokens: Tokens) -> Tensor:
         return self.ratios.to(tokens.working).view(-1, 1, 1)
