@@ -136,7 +136,16 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(material, tmp_path):
             "--lengths", "1,2", "--eval-tokens", "64", "--quiet"]  # fmt: skip
     assert run(material, tmp_path / "whole", budget=more) == 0
     out, kills = tmp_path / "cut", 0
-    given = ["adapt", material / "model", "--encoding", "rope+grape-ap", "--data", material / "text", "--out", out]
+    given = [
+        "adapt",
+        material / "model",
+        "--encoding",
+        "rope+grape-ap",
+        "--data",
+        material / "text",
+        "--out",
+        out,
+    ]
     while not (out / "result.json").exists():
         done = len(list(out.glob("checkpoints/step-*"))) and int(max(out.glob("checkpoints/step-*")).name[5:])
         process = subprocess.Popen([sys.executable, "-m", "grape_pe.cli", *map(str, given), *more])

@@ -44,7 +44,9 @@ def test_serve_lets_transformers_find_our_classes(tmp_path):
 
     from grape_pe.hf import adapt
 
-    tiny = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    tiny = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     adapt(LlamaForCausalLM(tiny), "rope+fox").save_pretrained(tmp_path)
     runpy.run_path(str(EXAMPLES / "serve.py"))
     loaded = ModelManager(device="cpu")._load_model(f"{tmp_path}@main")

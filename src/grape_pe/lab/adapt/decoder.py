@@ -54,7 +54,9 @@ class PretrainedDecoder(nn.Module):
 
     def hidden(self, tokens: Tensor, *, cache: DynamicCache | None = None) -> Tensor:
         """Last hidden states (B, T, C)."""
-        found = self.pretrained.base_model(input_ids=tokens, past_key_values=cache, use_cache=cache is not None)
+        found = self.pretrained.base_model(
+            input_ids=tokens, past_key_values=cache, use_cache=cache is not None
+        )
         hidden = found.last_hidden_state
         assert isinstance(hidden, Tensor)
         return hidden

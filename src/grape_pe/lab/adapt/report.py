@@ -31,7 +31,7 @@ RESULT, LINES = "result.json", "results.jsonl"
 
 
 def write_adapt_report(root: Path, runs: Mapping[str, Path]) -> Path:
-    """Read the finished runs, by label, and write report.html in `root`; and results.jsonl, which grape report reads."""
+    """Read the finished runs, by label, and write report.html and results.jsonl (for grape report) in `root`."""
     found = adapt_results(runs)
     learned = {label: read_json(place / RESULT, AGAIN) for label, place in runs.items()}
     write_text(root / LINES, "".join(json.dumps(line) + "\n" for line in _lines(found)))
@@ -67,7 +67,10 @@ def _arm(label: str, place: Path, config: AdaptConfig, step: int) -> ArmResults:
     said: dict[str, Any] = {"label": label, "seed": config.seed, "train_length": config.adapt.context}
     if label != BEFORE:
         cost = read_json(place / RESULT, AGAIN)
-        said |= {"tokens_per_second": cost["tokens_per_second"], "peak_memory_bytes": float(cost["peak_memory_bytes"])}
+        said |= {
+            "tokens_per_second": cost["tokens_per_second"],
+            "peak_memory_bytes": float(cost["peak_memory_bytes"]),
+        }
     found = place / PASSKEY.format("before" if label == BEFORE else "after")
     if found.is_file():
         said["passkey"] = read_json(found, AGAIN)["scores"]
@@ -106,7 +109,9 @@ def adapt_page(results: Results, learned: Mapping[str, Any]) -> str:
     """The whole page."""
     looks = styles(results.arms)
     made = {table.key: table_html(table, looks) for table in tables(results)}
-    answer = f"<h1>Adapting a pretrained model</h1>{made['before']}{table_html(trained_table(learned), looks)}"
+    answer = (
+        f"<h1>Adapting a pretrained model</h1>{made['before']}{table_html(trained_table(learned), looks)}"
+    )
     figures = [figure for label, each in learned.items() for figure in head_figures(label, each["heads"])]
     parts = [
         Part("answer", "Before and after", answer),

@@ -153,7 +153,6 @@ class _Job:
         finally:
             directory.close()
 
-
     def _copy_before(self, arm: Arm) -> None:
         """What was measured before training is the same for all encodings that leave the logits as they are."""
         same = [other for other in self.arms if not scaled(self.configs[other.label])]
@@ -292,7 +291,9 @@ def _check_root(root: Path, labels: Sequence[str]) -> None:
     """Refuse a directory of a sweep that holds something else."""
     if root.exists() and not root.is_dir():
         raise LabError(f"--out must be a directory, but {root} is a file")
-    others = {p.name for p in root.iterdir()} - {DATA, "report.html", LINES, *labels} if root.is_dir() else set()
+    others = (
+        {p.name for p in root.iterdir()} - {DATA, "report.html", LINES, *labels} if root.is_dir() else set()
+    )
     unknown = [name for name in sorted(others) if not (root / name / "config.yaml").is_file()]
     if unknown:
         raise LabError(f"{root} holds {unknown[0]} and is no sweep; give an empty or new directory as --out")

@@ -23,7 +23,7 @@ HEADER_BYTES = 256 * 4
 #: ends the name of a shard that is still being written
 PART = ".part"
 
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
 def token_bytes(vocab_size: int) -> int:
@@ -62,7 +62,7 @@ def write_shard(path: str | os.PathLike[str], tokens: Tokens) -> None:
 
 
 def check_shard(path: Path) -> tuple[int, int]:
-    """The number of tokens in a shard and the bytes of each, after looking at its magic, version and length: no token is read."""
+    """The number of tokens in a shard and the bytes of each, by its magic, version and length: no token is read."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -110,7 +110,12 @@ class SplitWriter:
     """
 
     def __init__(
-        self, directory: Path, split: str, shard_tokens: int, state: dict[str, Any] | None = None, width: int = 2
+        self,
+        directory: Path,
+        split: str,
+        shard_tokens: int,
+        state: dict[str, Any] | None = None,
+        width: int = 2,
     ):
         self.width = width  # bytes of a token
         self.directory, self.split, self.shard_tokens = directory, split, shard_tokens

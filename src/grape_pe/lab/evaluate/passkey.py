@@ -88,7 +88,9 @@ def _text(
         raise EvaluationError(f"a text of {length} tokens is too short; the shortest has {length - room}")
     before = round(depth * room)
     around = [filler[i % len(filler)] for i in range(room)]
-    parts = sorted([(before, needle), *((room * (i + 1) // (others + 1), each) for i, each in enumerate(more))])
+    parts = sorted(
+        [(before, needle), *((room * (i + 1) // (others + 1), each) for i, each in enumerate(more))]
+    )
     text, last = begin, 0
     for place, part in parts:
         text, last = text + around[last:place] + part, place
