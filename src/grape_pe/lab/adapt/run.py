@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ...extras import require
 from ..compare.arms import Arm
 from ..data import DatasetBatches, Source, open_dataset, open_source, prepare
 from ..errors import LabError
@@ -29,6 +28,7 @@ from ..train.checkpoint import cause
 from ..train.distributed import World, default_device
 from ..train.feed import Feed
 from ..train.run_directory import RunDirectory, read_metrics
+from .checks import check_exportable, check_installed, check_root, read_arms
 from .decoder import PretrainedDecoder, check_unchanged, largest_change
 from .learned import heads, picture
 from .report import LINES, RESULT, write_adapt_report
@@ -85,7 +85,7 @@ class _Job:
     ) -> None:
         check_source(path)
         check_installed(wishes)
-        self.arms, self.root, self.quiet = _arms(encodings), root, quiet
+        self.arms, self.root, self.quiet = read_arms(encodings), root, quiet
         self.source = open_source(data)
         self.model, self.tokenizer = load_pretrained(path)
         said = (str(path), identity_of(path), self.model.config)
@@ -93,7 +93,7 @@ class _Job:
         for arm in self.arms:
             RunDirectory(self.directory(arm), (DATA,)).check(self.configs[arm.label], resume=True)
         if len(self.arms) > 1:
-            _check_root(root, [arm.label for arm in self.arms])
+            check_root(root, (DATA, "report.html", LINES), [arm.label for arm in self.arms])
         if wishes.passkey:
             passkey.check_room(self.tokenizer, min(self._lengths(self.arms[0])))
         self.first = self._adapted(self.arms[0])
@@ -254,49 +254,6 @@ def _json(value: Any) -> str:
     import json
 
     return json.dumps(value)
-
-
-def check_installed(wishes: Wishes) -> None:
-    """What is needed only later is asked for at the beginning."""
-    for module in ("transformers", "tokenizers", "safetensors", "plotly", "filelock", "pydantic"):
-        require(module, "lab")
-    if wishes.method == "lora":
-        require("peft", "adapt")
-    if wishes.tasks:
-        require("lm_eval", "eval")
-        benchmarks.check_tasks(wishes.tasks, data=wishes.task_data or None)
-
-
-def check_exportable(model: Any) -> None:
-    """Refuse --export where the encoding has no stock form, before anything is trained."""
-    from ...hf.exporter import check_stock_form
-
-    try:
-        check_stock_form(model)
-    except ValueError as problem:
-        raise LabError(f"--export: {problem}") from None
-
-
-def _arms(encodings: Sequence[str]) -> list[Arm]:
-    try:
-        arms = [Arm.parse(each) for each in encodings]
-    except ValueError as problem:
-        raise LabError(str(problem)) from None
-    if not arms or len({arm.label for arm in arms}) < len(arms):
-        raise LabError(f"give encodings, each once; got {', '.join(encodings) or 'none'}")
-    return arms
-
-
-def _check_root(root: Path, labels: Sequence[str]) -> None:
-    """Refuse a directory of a sweep that holds something else."""
-    if root.exists() and not root.is_dir():
-        raise LabError(f"--out must be a directory, but {root} is a file")
-    others = (
-        {p.name for p in root.iterdir()} - {DATA, "report.html", LINES, *labels} if root.is_dir() else set()
-    )
-    unknown = [name for name in sorted(others) if not (root / name / "config.yaml").is_file()]
-    if unknown:
-        raise LabError(f"{root} holds {unknown[0]} and is no sweep; give an empty or new directory as --out")
 
 
 def held_out_share(source: Source, tokens: int) -> float:
