@@ -82,7 +82,7 @@ class PretrainedDecoder(nn.Module):
         for encoding, attention in zip(self.encodings(), self.attentions(), strict=True):
             layer = GrapeDynamicLayer()
             reach = min((w for w in (window, attention.window) if w is not None), default=None)
-            layer.stream = StreamingCache(encoding, window=reach, rollback=rollback)
+            layer.store = StreamingCache(encoding, window=reach, rollback=rollback)
             layer.is_initialized = True
             cache.layers.append(layer)
         return cache

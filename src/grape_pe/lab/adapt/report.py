@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.arms import Arm
+from ..config import flat
 from ..evaluate.benchmarks import Scores
 from ..files import read_json, write_text
 from ..report.adapted_tables import BEFORE
@@ -19,7 +20,7 @@ from ..report.page import Part, legend, page, part, pictures, recipe_html, table
 from ..report.picture_figures import RAMP
 from ..report.results import ArmResults, LanguageRun, Recipe, Results
 from ..report.runs import read_lm_scores
-from ..report.stored import Evaluation, checked, curves, flat
+from ..report.stored import Evaluation, checked, curves
 from ..report.style import styles
 from ..report.tables import tables
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics

@@ -41,7 +41,7 @@ class Estimate:
 
 def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
     """Count without allocating: the model is built on meta."""
-    sizes = config.model.decoder(vocab_size)
+    sizes = config.decoder(vocab_size)
     with torch.device("meta"):
         model = Decoder(sizes)
     parameters = model.parameter_count()
