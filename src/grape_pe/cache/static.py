@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bias import LINKS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
+from ..bias import Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
-from ..precision import without_autocast
+from ..precision import ensure, without_autocast
 from .inputs import AttentionInputs, Norms, encode
 from .layout import Layout, checked, drops, moves, valid
 from .table import fit, take, writable
@@ -73,8 +73,8 @@ class Place:
         slots = self.lengths.unsqueeze(-1) + step
         where = self._positions(step, positions, moved.get("order"))
         bad = drops(where, None if fresh else self.next - 1)
-        _require(~(bad if taken is None else bad & valid(taken, count)).any(), readable, INCREASE)
-        _require((slots < capacity).all(), readable, FULL)
+        ensure(~(bad if taken is None else bad & valid(taken, count)).any(), readable, INCREASE)
+        ensure((slots < capacity).all(), readable, FULL)
         last = where[:, -1]
         if taken is not None:
             last = where.gather(1, (taken - 1).clamp(min=0).unsqueeze(-1))[:, 0]
@@ -129,6 +129,11 @@ class StaticCache:
         self.capacity, self.window, self.sinks = capacity, window, sinks
         self.tokens: dict[str, Tensor] = {}  # (B, H, S, …)
         self.state: Any = None  # of encoding and shift: nested tuples of (B, n, 1, …)
+
+    @property
+    def batch(self) -> int:
+        """Sequences it holds; 0 before the first call."""
+        return len(self.tokens["k"]) if self.tokens else 0
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: StaticLayout
@@ -237,19 +242,10 @@ def bias_rows(bias: Bias, rows: slice, t: Tensor) -> Tensor | None:
     if isinstance(bias, SumBias):
         parts = [part for part in (bias_rows(part, rows, t) for part in bias.parts) if part is not None]
         return sum(parts[1:], parts[0])
+    cols = slice(0, bias.key_length or 0)
     if isinstance(bias, PathBias):
-        return _path_rows(bias, rows, t)
-    return None if isinstance(bias, NoBias) else bias.tile(rows, slice(0, bias.key_length))
-
-
-def _path_rows(bias: PathBias, rows: slice, t: Tensor) -> Tensor:
-    """sum for l = j+1 … t of rate * g(<p_t, P_l> / P), as `PathBias.tile` for queries at any tokens."""
-    query, key = bias.probe_q[:, :, rows], bias.probe_k
-    edge = LINKS[bias.link](query @ key.transpose(-1, -2).to(query.dtype) / key.shape[-1])
-    edge = edge.masked_fill(torch.arange(key.shape[2], device=t.device) > t[:, None, :, None], 0.0)
-    total = edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(edge.dtype)  # over l >= column
-    total = F.pad(total[..., 1:], (0, 1))
-    return bias.rate.unsqueeze(-1) * total.repeat_interleave(bias.rate.shape[1] // total.shape[1], 1)
+        return bias.sums(rows, cols, t[:, None, :, None], cols.stop)
+    return bias.tile(rows, cols)
 
 
 # single quotes: torch 2.13 does not escape double ones when it writes an assertion's message into C++
@@ -258,14 +254,6 @@ INCREASE = (
     f"position_ids must go on from those before and increase: a static cache holds no packed documents; {USE}"
 )
 FULL = "the static cache is full: it holds max_cache_len tokens; set a larger max_cache_len"
-
-
-def _require(ok: Tensor, readable: bool, message: str) -> None:
-    """A ValueError where Python may read the value, else an assertion on the device."""
-    if not readable:
-        torch._assert_async(ok, message)
-    elif not bool(ok):
-        raise ValueError(message)
 
 
 def _map(function: Callable[..., Any], *states: Any) -> Any:

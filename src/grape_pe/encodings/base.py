@@ -53,7 +53,8 @@ class HeadShape:
 class Tokens:
     """New tokens, checked: q (B,H,T,D), k (B,Hkv,T,D), positions (B|1, T, coords) in float64.
 
-    `prepared` has, by encoding, what `Encoding.prepare` made for these tokens.
+    `prepared` has, by encoding, what `Encoding.prepare` made for these tokens. `whole`: positions were given as
+    integers, so that nobody has to look at them.
     """
 
     q: Tensor
@@ -62,6 +63,7 @@ class Tokens:
     x: Tensor | None = None
     v: Tensor | None = None
     prepared: Mapping[nn.Module, Any] | None = None
+    whole: bool = False
 
     def prepared_for(self, part: nn.Module) -> Any:
         """None if nothing was."""
@@ -219,7 +221,9 @@ class Encoding(FullPrecision, ABC):
         if x is not None and autocasts(q):
             x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
         with without_autocast(q):
-            return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)
+            whole = positions is None or not positions.is_floating_point()
+            tokens = Tokens(q, k, self._positions(positions, q, state), x, v, whole=whole)
+            return self.encode(tokens, state)
 
     if TYPE_CHECKING:  # nn.Module declares that a call returns Any
         __call__ = forward

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ..encodings.scaling import read_scaling
+from ..encodings.scaling import read_scaling, spelled_out
 from .config import LAYER_TYPE, check_options
 from .families import Family
 
@@ -25,7 +25,7 @@ ROTATIONS = ("rope", "grape-m", "grape-m-basis")
 #: kinds of rope_parameters with one fixed spectrum
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 #: options of encodings that follow from the model's own RoPE
-FIXED = ("spectrum", "base", "layout", "rotary_dim", "coords", "axes")
+FIXED = ("spectrum", "base", "layout", "rotary_dim", "rotary_heads", "coords", "axes", "sections")
 #: types of layers whose attention we have
 STOCK_LAYERS = ("full_attention", "sliding_attention")
 #: fields that describe the saved model, not the architecture
@@ -131,6 +131,10 @@ class AdaptedFields:
         for name in FIXED:
             if any(name in given for given in [options, *nested]):
                 raise ValueError(f"option {name!r} is set by the model's own RoPE; leave it out")
+        if any(given.get("basis") == "circulant" for given in [options, *nested]):
+            raise ValueError(
+                'basis="circulant" would change the logits; use "orthogonal", which starts as the RoPE'
+            )
 
     def _check_attention(self) -> None:
         """Attention that `grape_pe.attend` computes: one fixed spectrum, no dropout, no soft-capping, causal."""
@@ -193,8 +197,8 @@ class AdaptedFields:
 
 def _with_context(options: Mapping[str, Any], positions: int) -> tuple[dict[str, Any], int]:
     """Options whose scaling knows the context it extends, the model's own unless given; and the longer one."""
-    scaling = options["scaling"]
-    if isinstance(scaling, Mapping) and scaling.get("type") in ("yarn", "llama3"):
+    scaling = spelled_out(options["scaling"])
+    if scaling["type"] in ("yarn", "llama3"):
         scaling = {"original_context": positions, **scaling}
     rule = read_scaling(scaling)
     assert rule is not None

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import LOCK, SCRATCH, damaged, locked, read_json, write_json
+from ..files import SCRATCH, contents, damaged, locked, read_json, write_json
 from ..progress import ProgressLine
 from .corpus import corpus_name
 from .encoding import EncodedChunk, encoded
 from .manifest import MANIFEST, PROGRESS, SPLITS, Manifest, load_manifest
-from .shards import SplitWriter
+from .shards import SplitWriter, token_bytes
 from .sources import BuiltinSource, Chunk, Source
 from .tokenizer import DEFAULT_TOKENIZER, FOLDER, build_tokenizer, load_tokenizer, tokenizer_setting
 
@@ -173,10 +173,9 @@ def _check_directory(directory: Path) -> None:
         raise LabError(f"{directory} is a file; a dataset needs a directory")
     if not directory.is_dir() or (directory / PROGRESS).exists() or (directory / MANIFEST).exists():
         return
-    others = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, SCRATCH + PROGRESS))
-    if others:
+    if others := contents(directory):
         raise LabError(
-            f"{directory} holds {others[0]} and is no dataset; choose an empty or new directory with --out"
+            f"{directory} holds {min(others)} and is no dataset; choose an empty or new directory with --out"
         )
 
 
@@ -224,7 +223,7 @@ def _run(
 ) -> None:
     """Tokenize what is left of the source, then write the manifest."""
     tokenizer = load_tokenizer(directory)
-    with _writers(directory, progress) as writers:
+    with _writers(directory, progress, token_bytes(tokenizer.vocab_size)) as writers:
         texts, size = source.chunks(progress.cursor), source.size()
         if size is not None and not progress.documents:
             texts = _first_cut(texts, progress.settings["validation"] * size)
@@ -239,9 +238,9 @@ def _run(
 
 
 @contextmanager
-def _writers(directory: Path, progress: _State) -> Iterator[Writers]:
+def _writers(directory: Path, progress: _State, width: int) -> Iterator[Writers]:
     size, streams = progress.settings["shard_tokens"], progress.streams or {}
-    writers = {split: SplitWriter(directory, split, size, streams.get(split)) for split in SPLITS}
+    writers = {split: SplitWriter(directory, split, size, streams.get(split), width) for split in SPLITS}
     try:
         yield writers
     finally:

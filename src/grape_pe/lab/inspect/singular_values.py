@@ -12,10 +12,14 @@ from torch import Tensor
 from ...bias import TileBias
 from ...encodings.additive import ShiftSlope
 from ...encodings.path import PaTH
+from ...encodings.pope import PoPE
 from ...encodings.rotary import ContextualRotary
+from ...encodings.xpos import XPos
 from ...groups import DenseRotation, Joint, Unipotent, shift_generator, slope_generator
 from ...groups.spectrum import path_bounds, singular_pair
 from .capture import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
+
+DISTANCES = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,19 @@ class SpectralRow:
     difference: float
 
 
-def spectral_rows(view: LayerView, at: Sequence[int] = (1, 4, 16, 64, 256)) -> tuple[list[SpectralRow], str]:
+def spectral_rows(view: LayerView) -> tuple[list[SpectralRow], str]:
     """Rows for distances within the text, and what is measured in words."""
-    within = [d for d in at if d < view.length]
+    within = [d for d in DISTANCES if d < view.length]
     parts = parts_of(view.encoding)
-    special = [part for part in parts if isinstance(part, (PaTH, ShiftSlope))]
+    special = [part for part in parts if isinstance(part, (PaTH, PoPE, ShiftSlope, XPos))]
     if special and len(parts) > 1:
         return [], "no closed form is known for this composition"
+    if isinstance(view.encoding, PoPE):
+        return [], "no matrix acts on queries and keys (Eq. M18)"
+    if isinstance(view.encoding, XPos):
+        return [
+            _xpos_row(view, view.encoding, d) for d in within
+        ], "turned and faded planes in GL(D) (Eq. M17)"
     if isinstance(view.encoding, PaTH):
         return [_path_row(view, d) for d in within], (
             "product of factors I − β w wᵀ along the last tokens (Eq. S7): determinant, and bounds of σ"
@@ -76,7 +86,8 @@ def _row(distance: int, head: int, quantities: list[Quantity]) -> SpectralRow:
 def _joint_rows(view: LayerView, within: Sequence[int]) -> list[SpectralRow]:
     """Rotation, slope, both, or neither: one explicit matrix for each distance."""
     width = view.encoding.shape.head_dim
-    elements, bias = group_elements(view), view.bias()
+    found, bias = group_elements(view), view.bias()
+    elements = None if found is None else found[1]
     strength = torch.zeros(1, len(within)) if bias is None else -by_distance(bias, within)[..., 0]
     head = int(strength.abs().sum(-1).argmax())
     rows = []
@@ -122,18 +133,34 @@ def _trace(view: LayerView, turned: Tensor, head: int, distance: int) -> Quantit
     if part is None or found is None:
         return Quantity("tr G / D", measured, measured)
     theta = found[0][min(head, found[0].shape[0] - 1)]
-    n = _phase(view, head, distance) if isinstance(part, ContextualRotary) else float(distance)
+    n = _phase(view, head, distance) if isinstance(part, ContextualRotary) else torch.tensor(float(distance))
     closed = (2 * torch.cos(n * theta).sum() + width - 2 * len(theta)) / width
     return Quantity("tr G / D", float(closed), measured)
 
 
-def _phase(view: LayerView, head: int, distance: int) -> float:
-    """The phase gained between token 0 and token `distance`: the sum of the steps in between (Eq. M10)."""
+def _phase(view: LayerView, head: int, distance: int) -> Tensor:
+    """The phase gained between token 0 and token `distance` (planes|1,): the sum of the steps between (Eq. M10)."""
     states = view.code.state if isinstance(view.code.state, tuple) else (view.code.state,)
     for part, state in zip(parts_of(view.encoding), states, strict=True):
         if isinstance(part, ContextualRotary):
-            return float(state[0, min(head, state.shape[1] - 1), distance - 1])
+            phases = part.phases(state)[0]
+            return phases[min(head, phases.shape[0] - 1), distance - 1]
     raise ValueError("no contextual rotation in this encoding")
+
+
+def _xpos_row(view: LayerView, encoding: XPos, distance: int) -> SpectralRow:
+    """The matrix between a query and a key so far before it: sigma is zeta^(distance / scale_base) of each plane."""
+    elements = group_elements(view)
+    assert elements is not None
+    q, k = (each[0].double() for each in elements)
+    values = torch.linalg.svdvals(q[distance].T @ k[0])
+    closed = torch.exp(-encoding.rates(q.device) * distance)
+    largest = 1.0 if encoding.shape.head_dim % 2 else float(closed.max())
+    quantities = [
+        Quantity("largest σ", largest, float(values[0])),
+        Quantity("smallest σ", float(closed.min()), float(values[-1])),
+    ]
+    return _row(distance, 0, quantities)
 
 
 def _shift_rows(view: LayerView, encoding: ShiftSlope, within: Sequence[int]) -> list[SpectralRow]:
@@ -164,3 +191,39 @@ def _path_row(view: LayerView, distance: int) -> SpectralRow:
         Quantity("largest σ ≤", float(upper), float(values[0])),
     ]
     return SpectralRow(distance, 0, quantities, quantities[0].difference)
+
+
+def singular_values(view: LayerView, at: Sequence[int]) -> tuple[Tensor | None, str]:
+    """((H, n, 2) largest and smallest singular value of the action over a distance, how it was found)."""
+    encoding, bias = view.encoding, view.bias()
+    parts = parts_of(encoding)
+    if len(parts) > 1 and any(isinstance(part, (PaTH, ShiftSlope)) for part in parts):
+        return None, "no closed form is known for this composition"
+    if isinstance(encoding, PaTH):
+        return path_singular_values(view, at), "of the product of the factors, measured on the text"
+    if isinstance(encoding, ShiftSlope):
+        rate = encoding.slopes * F.softplus(encoding.strength) * encoding.shape.head_dim**-0.5
+        s = rate.detach().double()[:, None] * torch.tensor(at, dtype=torch.float64)
+        return torch.stack(singular_pair(s), -1), "of I + s A with |s A| = rate × distance (Eq. S5)"
+    if bias is None:
+        ones = torch.ones(encoding.shape.heads, len(at), 2, dtype=torch.float64)
+        return ones, "a rotation: every singular value is 1 at every distance (Eq. S2)"
+    s = by_distance(bias, at)[..., 0]
+    return torch.stack(singular_pair(s), -1), "of I + s E with s = −(mean bias) (Eq. S4)"
+
+
+def path_singular_values(view: LayerView, at: Sequence[int]) -> Tensor:
+    """(H, n, 2) of H_{j+1} … H_t over the last tokens of the text, for PaTH."""
+    bias = view.code.bias
+    assert isinstance(bias, TileBias)
+    w, beta = bias.key["w"][0].double(), bias.key["beta"][0].double()
+    product = torch.eye(w.shape[-1], dtype=torch.float64).repeat(w.shape[0], 1, 1)
+    found = {0: product}
+    for distance in range(1, max(at) + 1):
+        last, strength = w[:, -distance], beta[:, -distance, None, None]
+        factor = torch.eye(w.shape[-1], dtype=torch.float64) - strength * last[:, :, None] * last[:, None]
+        product = factor @ product
+        if distance in at:
+            found[distance] = product
+    values = torch.linalg.svdvals(torch.stack([found[d] for d in at], 1))
+    return values[..., [0, -1]].repeat_interleave(view.encoding.shape.group, 0)

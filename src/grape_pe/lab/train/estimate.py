@@ -79,7 +79,7 @@ class Estimate:
 
 def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
     with torch.device("meta"):
-        model = Decoder(config.model.decoder(vocab_size))
+        model = Decoder(config.decoder(vocab_size))
     return _Counter(config, model, ranks).estimate()
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +77,7 @@ def train(
     _check_installed(config)
     with world(Path(out)) as among:
         check_split(config, among.size)
-        config.model.decoder(1)  # a wrong encoding is told before any data are read
+        config.decoder(1)  # a wrong encoding is told before any data are read
         directory = RunDirectory(out)
         _on_first(among, lambda: directory.check(config, resume=resume))
         feed = open_feed(config, among)
@@ -159,7 +160,7 @@ class Trainer:
 
     def _build(self) -> Any:
         """The model before its first step."""
-        decoder = Decoder(self.config.model.decoder(self.feed.batches.vocab_size))
+        decoder = Decoder(self.config.decoder(self.feed.batches.vocab_size))
         initialise(decoder, self.config.seed)
         return decoder
 
@@ -177,7 +178,7 @@ class Trainer:
         try:
             # to the end: a cluster may ask twice, also while this saves
             with StopSignals() as signals, PausedCollector() as self.collector, self.profile:
-                with prefetch(self.feed.batches, steps, self._rows) as coming:
+                with closing(prefetch(self.feed.batches, steps, self._rows)) as coming:
                     for step, parts in coming:
                         stopped = self._train_step(step, parts, signals)
                         if stopped:
