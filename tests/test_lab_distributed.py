@@ -139,7 +139,9 @@ def test_a_batch_that_cannot_be_shared(changes: dict, ranks: int, says: str) -> 
         check_split(load("demo", changes), ranks)
 
 
-def test_restarts_in_the_store_of_the_dead_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_restarts_in_the_store_of_the_dead_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     given = {"WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -56,7 +56,9 @@ def test_other_layouts_by_hand() -> None:
     again = medium(train__recompute=True)
     assert again.memory.activations == medium().other_activations < medium().memory.activations / 10
     head, tokens = 6 * V * C, 480 * T / 8
-    assert again.work.flops - medium().work.flops == pytest.approx((medium().flops_per_token - head) * tokens / 3)
+    assert again.work.flops - medium().work.flops == pytest.approx(
+        (medium().flops_per_token - head) * tokens / 3
+    )
 
 
 @pytest.mark.parametrize("encoding, shift", [("rope", False), ("fox", True)])
@@ -97,7 +99,12 @@ def test_the_papers_recipes_fit_without_recomputation(size: str) -> None:
 
 def test_the_rows_of_the_papers_tables(capsys: pytest.CaptureFixture[str]) -> None:
     rows = dict(paper_rows())
-    assert len(rows) == 13 + 10 and rows["large-alibi-kv"] == ["paper-large", "--encoding", "alibi", "--kv-shift"]
+    assert len(rows) == 13 + 10 and rows["large-alibi-kv"] == [
+        "paper-large",
+        "--encoding",
+        "alibi",
+        "--kv-shift",
+    ]
     assert main(["recipes", "--rows"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[23].split()[:2] == ["23", "large-grape-ap-kv"] and lines[23].endswith("grape-ap --kv-shift")

@@ -207,7 +207,12 @@ def test_torchrun_starts_a_job_again_when_a_rank_was_killed(data: Path, tmp_path
     from psutil import Process
 
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    sizes = {"train__steps": 400, "train__checkpoint_every": 20, "train__strategy": "fsdp", "train__eval_every": 200}
+    sizes = {
+        "train__steps": 400,
+        "train__checkpoint_every": 20,
+        "train__strategy": "fsdp",
+        "train__eval_every": 200,
+    }
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     plain = [*launch, "-m", "grape_pe.cli", *arguments(data, whole, **sizes)]
     subprocess.run(plain, check=True, capture_output=True)

@@ -69,7 +69,12 @@ def test_matrices_are_halved_and_encodings_are_not(encoding: str) -> None:
     for name, part in split.named_modules():
         note(part, name)
     split(**tokens()).backward()
-    mine = {f"{n}.{k}" for n, m in split.named_modules() if isinstance(m, Encoding) for k, _ in m.named_parameters()}
+    mine = {
+        f"{n}.{k}"
+        for n, m in split.named_modules()
+        if isinstance(m, Encoding)
+        for k, _ in m.named_parameters()
+    }
     assert mine <= values.keys()
     for name, value in seen.items():
         if name in mine:

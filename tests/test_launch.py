@@ -19,7 +19,12 @@ from torch.distributed.run import get_args_parser
 from grape_pe.cli import main
 
 LAUNCH = Path(__file__).parent.parent / "examples/launch"
-SLURM = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7"}
+SLURM = {
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_ID": "7",
+    "SLURM_ARRAY_JOB_ID": "7",
+}
 TRIES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 COMMANDS = {
     "grape": f'exec {shlex.quote(sys.executable)} -m grape_pe.cli "$@"',
@@ -95,7 +100,10 @@ def test_skypilot(cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     (tmp_path / "run.sh").write_text(task["run"])
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}
-    assert run("-u", tmp_path / "run.sh", **task["envs"], **nodes, SKYPILOT_NUM_GPUS_PER_NODE="8").returncode == 0
+    assert (
+        run("-u", tmp_path / "run.sh", **task["envs"], **nodes, SKYPILOT_NUM_GPUS_PER_NODE="8").returncode
+        == 0
+    )
     assert "paper-medium" in check(said(cluster)[0], "2", capsys)
 
 
@@ -106,18 +114,21 @@ def test_kubernetes(capsys: pytest.CaptureFixture[str]) -> None:
     [container] = worker["template"]["spec"]["containers"]
     program, *words = container["command"]
     [tries] = container["env"]
-    assert program == "torchrun" and container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
-    line = shlex.join([f"{tries['name']}={tries['value']}", f"--max-restarts={policy['maxRestarts']}", "--nnodes=2", *words])
-    check(line, "2", capsys)
+    assert program == "torchrun"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
+    restarts = f"--max-restarts={policy['maxRestarts']}"
+    check(shlex.join([f"{tries['name']}={tries['value']}", restarts, "--nnodes=2", *words]), "2", capsys)
 
 
 def test_data_of_many_machines_is_joined(cluster: Path, tmp_path: Path) -> None:
     """Two parts instead of sixteen, of local text instead of FineWeb-Edu; otherwise as it is."""
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"text {number} " * 3000)
-    script = (LAUNCH / "data.sh").read_text().replace("fineweb-edu-100B \\\n", f"{tmp_path}/?.txt --tokenizer bytes \\\n", 1)
+    script = (LAUNCH / "data.sh").read_text()
     script = script.replace("fineweb-edu-100B --part", f"{tmp_path}/?.txt --tokenizer bytes --part")
-    script = script.replace("PARTS=16", "PARTS=2").replace("--workers 64", "--workers 1").replace("gpt2", "bytes")
+    script = (
+        script.replace("PARTS=16", "PARTS=2").replace("--workers 64", "--workers 1").replace("gpt2", "bytes")
+    )
     (tmp_path / "data.sh").write_text(script)
     out = tmp_path / "data"
     assert run(tmp_path / "data.sh", out, SLURM_ARRAY_TASK_ID="1").returncode == 0

@@ -37,7 +37,9 @@ def add_parsers(commands: Commands) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     add_json(parser)
     listing = add_command(commands, "recipes", run_recipes, "list the recipes", "grape recipes --json")
-    listing.add_argument("--rows", action="store_true", help="the runs of the paper's tables, with their cost")
+    listing.add_argument(
+        "--rows", action="store_true", help="the runs of the paper's tables, with their cost"
+    )
     add_json(listing)
 
 

@@ -254,7 +254,9 @@ def open_source(
             return HubSource(names[0].removeprefix("hf:"), config, split, field, part)
     files = [path for name in names for path in _files(name)]
     if part[1] > len(files):
-        raise LabError(f"{part[1]} parts need as many files, there are {len(files)}; give a smaller n in --part i/n")
+        raise LabError(
+            f"{part[1]} parts need as many files, there are {len(files)}; give a smaller n in --part i/n"
+        )
     return FileSource(files[part[0] :: part[1]], field)
 
 

@@ -77,12 +77,17 @@ def paper_rows() -> Iterator[tuple[str, list[str]]]:
 
 def describe_rows(ranks: int) -> str:
     """The rows of the paper's tables, with estimated GPU-hours on so many GPUs and the arguments of each."""
-    lines, total = [f"{'':<5}{'run':<20}{'A100-hours':>11}{'H100-hours':>11}  arguments of grape train"], [0.0, 0.0]
+    lines, total = (
+        [f"{'':<5}{'run':<20}{'A100-hours':>11}{'H100-hours':>11}  arguments of grape train"],
+        [0.0, 0.0],
+    )
     for number, (name, words) in enumerate(paper_rows(), start=1):
         changes = {"model.encoding": words[2], "model.kv_shift": "--kv-shift" in words}
         config = load(words[0], changes)
         hours = [estimate(config, config.model.vocab_size, ranks).hours(gpu) for gpu in SHOWN]
         total = [a + b for a, b in zip(total, hours, strict=True)]
         lines.append(f"{number:<5}{name:<20}{hours[0]:>11,.0f}{hours[1]:>11,.0f}  {' '.join(words)}")
-    lines.append(f"all  {'':<20}{total[0]:>11,.0f}{total[1]:>11,.0f}  estimates on {ranks} GPUs; see --dry-run")
+    lines.append(
+        f"all  {'':<20}{total[0]:>11,.0f}{total[1]:>11,.0f}  estimates on {ranks} GPUs; see --dry-run"
+    )
     return "\n".join(lines)

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..config import RunConfig
 from ..errors import LabError
 
-
 #: longer than a checkpoint, a validation or the compilation of a model takes on the slowest rank
 TIMEOUT = timedelta(minutes=20)
 #: as in torchtitan; what the environment says already stays

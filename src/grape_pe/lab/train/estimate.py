@@ -118,7 +118,9 @@ class _Counter:
         whole, block = self.all, self.blocks / self.model.config.layers
         gathered = self.size * (self.rest + 2 * block) + 4 * self.encodings
         if not self.fsdp:
-            gathered = 2 * whole if self.size == 2 else 0  # autocast keeps the rounded weights of a forward pass
+            gathered = (
+                2 * whole if self.size == 2 else 0
+            )  # autocast keeps the rounded weights of a forward pass
         buckets: float = 4 * whole if self.ranks > 1 else 0  # of ddp
         if self.fsdp:  # gradients of several micro-batches add up before they are exchanged
             buckets = 4 * whole if self.micro_batches > 1 else self.size * 2 * block
@@ -147,7 +149,9 @@ class _Counter:
             return Messages(all_reduce=2 * _ring(self.ranks) * 4 * self.all, collectives=1)
         groups = self.ranks // self.shards
         units = 1 + (self.encodings > 0)
-        gathered = self.size * (2 * self.blocks + self.rest) + 4 * self.encodings  # blocks: forward and backward
+        gathered = (
+            self.size * (2 * self.blocks + self.rest) + 4 * self.encodings
+        )  # blocks: forward and backward
         layers = self.model.config.layers
         return Messages(
             _ring(self.shards) * gathered * self.micro_batches,
@@ -171,7 +175,9 @@ class _Counter:
             + 36 * self.all / self.shards  # optimizer and clipping
         )
         near = messages.all_gather + messages.reduce_scatter
-        return Work(flops, moved, near, messages.all_reduce, self.shards if self.fsdp else self.ranks, self.ranks)
+        return Work(
+            flops, moved, near, messages.all_reduce, self.shards if self.fsdp else self.ranks, self.ranks
+        )
 
 
 def _ring(ranks: int) -> float:
