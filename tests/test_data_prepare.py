@@ -189,8 +189,8 @@ def test_parts_prepared_apart_become_one_dataset(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text(f"text {number} " * 200)
     (tmp_path / "whole").mkdir()
     for part in range(2):
-        out = prepare(open_source(str(tmp_path / "*.txt"), part=(part, 2)), tmp_path / f"part-{part}", tokenizer="bytes",
-                      validation=0.2)  # fmt: skip
+        source = open_source(str(tmp_path / "*.txt"), part=(part, 2))
+        out = prepare(source, tmp_path / f"part-{part}", tokenizer="bytes", validation=0.2)
         for shard in out.glob("*.bin"):
             shard.rename(tmp_path / "whole" / f"{part}_{shard.name}")
     manifest = open_dataset(adopt(tmp_path / "whole", tokenizer="bytes")).manifest

@@ -40,7 +40,7 @@ def _add_prepare(kinds: Commands) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of fineweb-edu and openwebtext, gpt2)",
+        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of named sources, gpt2)",
     )
     parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
     parser.add_argument("--config", help="configuration of a Hugging Face dataset")
