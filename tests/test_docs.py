@@ -204,3 +204,17 @@ def test_built_pages_have_formulas_and_reference(site: Path):
     assert 'id="eq-a7"' in maths and "arithmatex" not in maths
     for page in sorted((site / "api").glob("*.html")):
         assert page.read_text(encoding="utf-8").count('class="doc doc-object') >= 1, page.name
+
+
+@pytest.mark.slow
+def test_search_works_on_pages_opened_as_files(site: Path, tmp_path: Path):
+    from browser import open_browser
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    with open_browser(tmp_path) as window:
+        window.get((site / "index.html").as_uri())
+        window.find_element(By.CSS_SELECTOR, ".md-search__input").click()
+        window.find_element(By.CSS_SELECTOR, ".md-search__input").send_keys("sinks")
+        found = ".md-search-result__item"
+        WebDriverWait(window, 30).until(lambda page: page.find_elements(By.CSS_SELECTOR, found))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_docs import DOCS, ROOT, tool
+from test_docs import DOCS, ROOT, tool
 
 PAGE = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 NOTEBOOK = ROOT / "examples/tutorial.ipynb"
