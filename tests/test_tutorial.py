@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -40,7 +39,9 @@ def test_the_page_runs_and_shows_what_it_says(shown: str):
 
 
 def test_the_notebook_is_the_page():
-    assert NOTEBOOK.read_text(encoding="utf-8") == tool("notebook").notebook(PAGE), "run python tools/notebook.py"
+    assert NOTEBOOK.read_text(encoding="utf-8") == tool("notebook").notebook(PAGE), (
+        "run python tools/notebook.py"
+    )
 
 
 def test_the_notebook_is_well_formed():
@@ -48,5 +49,7 @@ def test_the_notebook_is_well_formed():
     code = ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"]
     assert code == tool("notebook").code_blocks(PAGE)
     assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
-    for link in re.findall(r"\]\((\.\./docs/[^)#]+)", "".join(sum((c["source"] for c in cells), []))):
+    for link in re.findall(
+        r"\]\((\.\./docs/[^)#]+)", "".join(line for cell in cells for line in cell["source"])
+    ):
         assert (NOTEBOOK.parent / link).exists(), link

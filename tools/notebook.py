@@ -34,7 +34,11 @@ def notebook(text: str) -> str:
 
 
 def _cell(source: str, code: bool, number: int) -> dict[str, Any]:
-    cell: dict[str, Any] = {"cell_type": "code" if code else "markdown", "id": f"cell-{number}", "metadata": {}}
+    cell: dict[str, Any] = {
+        "cell_type": "code" if code else "markdown",
+        "id": f"cell-{number}",
+        "metadata": {},
+    }
     if code:
         cell |= {"execution_count": None, "outputs": []}
     return cell | {"source": source.splitlines(keepends=True)}

@@ -71,11 +71,13 @@ class _Features(Bias):
 class TileBias(_Features):
     """Any function of a tile, given features of tokens: radial distance, PaTH, a user's own.
 
-    `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
-    returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast off.
-
-    `scale`: None when the function returns logits, as every other kind of bias does. A number when it
-    returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place.
+    Args:
+        function: `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …),
+            and returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast
+            off.
+        scale: None when the function returns logits, as every other kind of bias does. A number when it
+            returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its
+            place.
     """
 
     function: TileFunction
@@ -99,6 +101,9 @@ class ScoreBias(_Features):
     those tokens by name, each given as a (B|1, H|1, T) tensor, for queries also (B|1, H|1, 1) beside one of T. The
     function must be elementwise torch code that broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles
     it for one pair at a time. Either side needs at least one feature, which tells the number of its tokens.
+
+    Args:
+        function: of (t, j, query, key), as above.
     """
 
     function: ScoreFunction

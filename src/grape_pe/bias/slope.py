@@ -16,10 +16,15 @@ from .compound import Compound
 class SlopeTerm(Bias):
     """(rate_q[t] + rate_k[j]) * (c[j] - c[t]), one term of a `SlopeBias` (Eq. A5).
 
-    `c_q` (B|1, H|1, Tq) and `c_k` (B|1, H|1, Tk) are the same coordinate seen from both sides, in
-    float64 where it grows with the sequence; `rate_q` (B|1, H, Tq|1) and `rate_k` (B|1, H, Tk) may
-    be None for zero. The difference is taken before the product, so nothing cancels at long range.
-    `counts` says what c is: positions, or a running sum that knows nothing of positions.
+    The difference is taken before the product, so nothing cancels at long range.
+
+    Args:
+        c_q: (B|1, H|1, Tq), the coordinate of the queries; in float64 where it grows with the sequence.
+        c_k: (B|1, H|1, Tk), the same coordinate of the keys.
+        rate_q: (B|1, H, Tq|1); None for zero.
+        rate_k: (B|1, H, Tk); None for zero.
+        counts: "positions" if c is a position, "sum" if it is a running sum, which a shift of the positions
+            does not change.
     """
 
     c_q: Tensor
@@ -77,7 +82,11 @@ class SlopeTerm(Bias):
 
 @dataclass(frozen=True, eq=False)
 class SlopeBias(Compound):
-    """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D."""
+    """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D.
+
+    Args:
+        terms: the terms that are added.
+    """
 
     terms: tuple[SlopeTerm, ...]
 

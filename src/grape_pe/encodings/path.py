@@ -29,8 +29,10 @@ SMALL, LARGE = 32, 128
 class PaTH(Encoding):
     """Directions w and strengths beta = 2 sigmoid(.) from the input, for each key head.
 
-    `rank` of the direction's projection, `conv` the width of the short causal convolution on it, which a
-    SiLU follows (0 for neither).
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        rank: of the direction's projection.
+        conv: width of the short causal convolution on it, followed by a SiLU; 0 for neither.
     """
 
     facts = (

@@ -70,13 +70,19 @@ class RotationEncoding(Encoding):
 
 
 class Rotary(RotationEncoding):
-    """Coordinate planes turned at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
+    """Rotate coordinate planes at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
 
-    Options: `base` and `spectrum` of the initial frequencies; `learned`; `per_head` frequencies (of
-    key heads); `layout` of the planes, "half" as in Hugging Face's Llama or "interleaved";
-    `rotary_dim`, the number of first features that are turned, all by default; `scaling` of the spectrum
-    for a longer context (see `Scaling`); `coords` 1-3, with `axes` "disjoint" (each plane follows one axis)
-    or "mixed".
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        base: of the initial frequencies, base^(-2i/D).
+        spectrum: "log-uniform", or one initial frequency for each plane.
+        learned: learn the frequencies.
+        per_head: frequencies for each key head instead of one set for all.
+        layout: of the planes, "half" as in Hugging Face's Llama or "interleaved".
+        rotary_dim: number of first features that are rotated; all by default.
+        scaling: of the spectrum for a longer context (see `Scaling`).
+        coords: coordinates of a position, 1 to 3.
+        axes: "disjoint" (each plane follows one axis) or "mixed".
     """
 
     facts: ClassVar[Sequence[Facts]] = (
@@ -179,8 +185,14 @@ class Rotary(RotationEncoding):
 class ContextualRotary(RotationEncoding):
     """GRAPE-M with a contextual phase: angle = Phi_t theta_i, Phi_t the sum of gates before t (Eq. M10).
 
-    Options: `gate` "sigmoid" (the experiments) or "softplus"; `phase_per_head` for one phase for each
-    key head instead of one for all; `base`, `spectrum`, `learned`, `layout` as for grape-m.
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        gate: the gate of a token, "sigmoid" as in the paper's experiments or "softplus".
+        phase_per_head: one phase for each key head instead of one for all.
+        base: as for `Rotary`.
+        spectrum: as for `Rotary`.
+        learned: learn the frequencies.
+        layout: as for `Rotary`.
     """
 
     facts = (
@@ -230,8 +242,14 @@ class ContextualRotary(RotationEncoding):
 class BasisRotary(Rotary):
     """GRAPE-M in a learned basis: B R B^T with B orthogonal under any optimizer (Eq. M7-M9).
 
-    Options of grape-m, and `basis`: "orthogonal" (any planes) or "unitary" (planes (a_i, J a_i));
-    `basis_per_head` for one basis for each key head. It starts as grape-m exactly.
+    It starts as grape-m exactly.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        basis: "orthogonal" (any planes) or "unitary" (planes (a_i, J a_i)).
+        basis_per_head: one basis for each key head instead of one for all.
+        learned: learn the frequencies.
+        options: those of `Rotary`.
     """
 
     facts = (
@@ -293,10 +311,15 @@ class BasisRotary(Rotary):
 
 
 class PlaneRotary(RotationEncoding):
-    """One learned plane a key head: exp(-n omega L(a, b)) by Rodrigues' formula, O(D) (Eq. R3-R5).
+    """One learned plane for each key head: exp(-n omega L(a, b)) by Rodrigues' formula, O(D) (Eq. R3-R5).
 
-    `tied=True` sets b = J a. `frequency` is the initial omega; it is learned as grape-m's are.
     a and b start orthonormal; with a = e_1, b = e_2 this is one plane of RoPE.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        tied: set b = J a.
+        frequency: initial omega; it is learned as the frequencies of grape-m are.
+        layout: of the coordinate planes that J rotates.
     """
 
     facts = (
@@ -344,9 +367,15 @@ class PlaneRotary(RotationEncoding):
 class MixtureRotary(RotationEncoding):
     """GRAPE-M with planes that overlap and do not commute, inside a rank-r subspace (Eq. N1-N5).
 
-    `rank` r (even), `per_head` for a mixture for each key head, `base` of the initial spectrum.
-    With `coords` > 1 the generators of different axes do not commute either and the relative law
-    is lost; with one coordinate it is exact.
+    The relative law is exact with one coordinate. With more it is lost, because the generators of different
+    axes do not commute either.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        rank: r, even.
+        per_head: a mixture for each key head instead of one for all.
+        base: of the initial spectrum.
+        coords: coordinates of a position, 1 to 3.
     """
 
     facts = (
@@ -427,6 +456,11 @@ def convert_layout(weight: Tensor, head_dim: int, *, to: Layout) -> Tensor:
     """Reorder the rows of a q or k projection (heads * head_dim, …) for the other plane layout.
 
     The converted weights with the converted layout give the same scores, bit for bit.
+
+    Args:
+        weight: (heads * head_dim, …).
+        head_dim: features of a head.
+        to: the layout to convert to, "half" or "interleaved".
     """
     check_layout(to)
     if head_dim % 2:

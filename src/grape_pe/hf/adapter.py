@@ -90,7 +90,11 @@ def adapted_config(model: PreTrainedModel) -> Any:
 
 
 def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters `adapt` added, by name."""
+    """The parameters `adapt` added, by name.
+
+    Args:
+        model: a model changed by `adapt`.
+    """
     added = set(new_state(model))
     return {name: p for name, p in model.named_parameters() if name in added}
 

@@ -72,5 +72,12 @@ class Prefetch(Iterator[Item]):
 
 
 def prefetch(batches: Batches, steps: Iterable[int], rows_of: Rows, *, depth: int = 2) -> Prefetch:
-    """Read ahead: `for step, parts in prefetch(batches, range(100), lambda step: [range(8)]): ...`"""
+    """Read ahead: `for step, parts in prefetch(batches, range(100), lambda step: [range(8)]): ...`
+
+    Args:
+        batches: where the rows come from.
+        steps: the steps to read, in order.
+        rows_of: gives the ranges of rows to read at a step; each becomes one batch.
+        depth: steps read ahead.
+    """
     return Prefetch(batches, steps, rows_of, depth)

@@ -40,7 +40,13 @@ class Estimate:
 
 
 def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
-    """Count without allocating: the model is built on meta."""
+    """Count without allocating: the model is built on meta.
+
+    Args:
+        config: the recipe.
+        vocab_size: tokens of the vocabulary.
+        ranks: number of processes.
+    """
     sizes = config.model.decoder(vocab_size)
     with torch.device("meta"):
         model = Decoder(sizes)
