@@ -186,7 +186,8 @@ def test_the_reference_describes_every_parameter():
 
 
 def test_figures_are_drawn_and_used():
-    used = set(re.findall(r"\(assets/([\w-]+\.svg)\)", (DOCS / "idea.md").read_text()))
+    pages = (DOCS / "idea.md").read_text() + (ROOT / "README.md").read_text()
+    used = set(re.findall(r"assets/([\w-]+\.svg)\)", pages))
     assert used == {path.name for path in (DOCS / "assets").glob("*.svg")}
 
 
