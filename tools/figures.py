@@ -174,7 +174,9 @@ def lengths() -> Chart:
     assert evidence is not None
     results = read_results([evidence])
     tested = results.lengths()
-    chart = Chart("loss beyond the training length", (0.0, len(tested) - 1.0), (2.0, 3.4), "length", "loss (nats)")
+    chart = Chart(
+        "loss beyond the training length", (0.0, len(tested) - 1.0), (2.0, 3.4), "length", "loss (nats)"
+    )
     chart.axes(range(len(tested)), [2.0, 2.4, 2.8, 3.2], [results.times(length) for length in tested])
     for name, colour in zip(("rope", "grape-ap", "alibi", "grape-a-qk", "fox"), COLOURS, strict=False):
         losses = [length_blocks(results, length).means[name] for length in tested]
