@@ -50,6 +50,7 @@ CASES = {
     "basis": {"encoding": "grape-m-basis"},
     "basis-per-head": {"encoding": "grape-m-basis", "encoding_options": {"basis_per_head": True}},
     "unitary": {"encoding": "grape-m-basis", "encoding_options": {"basis": "unitary"}},
+    "cayley": {"encoding": "string-cayley"},
     "basis-interleaved": {"encoding": "grape-m-basis", "encoding_options": {"layout": "interleaved"}},
     "untied": {"tie_word_embeddings": False},
 }
@@ -125,6 +126,13 @@ def test_loads_without_this_package(tmp_path):
         ({"encoding": "grape-ap"}, "nothing with a bias"),
         ({"encoding": "grape-m-ctx"}, "no stock form"),
         ({"encoding": "grape-m-basis", "qk_norm": True}, "behind a QK norm"),
+        (
+            {"encoding": "grape-m", "encoding_options": {"rotary_heads": 1}},
+            "rotary_heads=1 has no stock form",
+        ),
+        ({"encoding": "string-circulant"}, "rotary_dim=6 has no stock form"),
+        ({"encoding": "xpos"}, "has no stock form"),
+        ({"encoding": "pope"}, "has no stock form"),
         ({"qk_norm": "after"}, "no stock form"),
         ({"output_norm": True}, "output_norm has no stock form"),
         ({"output_gate": True}, "output_gate has no stock form"),

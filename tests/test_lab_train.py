@@ -190,6 +190,20 @@ def test_a_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "demo rope 10/10  loss 1.2500  validation 2.5000  1,000 tokens/s" in said and "left" in said
 
 
+def test_the_time_left_after_a_resume_that_went_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs may be ahead of the checkpoint that a killed run goes on from."""
+    now = [0.0]
+    monkeypatch.setattr("grape_pe.lab.progress.time.monotonic", lambda: now[0])
+    line = ProgressLine("4 runs", 100, 200, quiet=False)
+    now[0] = 10.0
+    line.tell(50, "")
+    now[0] = 20.0
+    line.tell(100, "", last=True)  # 50 steps in 10 s, 100 to go
+    assert "100/200    20 s left" in capsys.readouterr().err
+
+
 def test_the_vocabulary_is_known_without_preparing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grape_pe.lab.train.feed.builtin", lambda **_: pytest.fail("prepared the corpus"))
     assert vocabulary(load("small", {"data.tokenizer": "bpe-2048"})) == 2048

@@ -27,6 +27,8 @@ KINDS = [
     "rope+fox",
     "grape-m-ctx",
     "grape-a-phase",
+    "xpos",
+    "pope",
 ]
 MIXED = ["grape-m@w3", "grape-m@w5", "grape-a-qk"]
 ADAPTED = ["grape-m", "rope+fox", "rope+grape-a-qk", "rope+grape-ap"]

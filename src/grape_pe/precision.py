@@ -32,6 +32,14 @@ def readable(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
+def ensure(ok: Tensor, readable: bool, message: str) -> None:
+    """A ValueError where Python may read the value, else an assertion on the device."""
+    if not readable:
+        torch._assert_async(ok, message)
+    elif not bool(ok):
+        raise ValueError(message)
+
+
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for tensors like x; the meta device has none."""
     device = x.device.type

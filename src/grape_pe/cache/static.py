@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..bias import LINKS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
-from ..precision import without_autocast
+from ..precision import ensure, without_autocast
 from .inputs import AttentionInputs, Norms, encode
 from .layout import Layout, checked, drops, moves, valid
 from .table import fit, take, writable
@@ -73,8 +73,8 @@ class Place:
         slots = self.lengths.unsqueeze(-1) + step
         where = self._positions(step, positions, moved.get("order"))
         bad = drops(where, None if fresh else self.next - 1)
-        _require(~(bad if taken is None else bad & valid(taken, count)).any(), readable, INCREASE)
-        _require((slots < capacity).all(), readable, FULL)
+        ensure(~(bad if taken is None else bad & valid(taken, count)).any(), readable, INCREASE)
+        ensure((slots < capacity).all(), readable, FULL)
         last = where[:, -1]
         if taken is not None:
             last = where.gather(1, (taken - 1).clamp(min=0).unsqueeze(-1))[:, 0]
@@ -258,14 +258,6 @@ INCREASE = (
     f"position_ids must go on from those before and increase: a static cache holds no packed documents; {USE}"
 )
 FULL = "the static cache is full: it holds max_cache_len tokens; set a larger max_cache_len"
-
-
-def _require(ok: Tensor, readable: bool, message: str) -> None:
-    """A ValueError where Python may read the value, else an assertion on the device."""
-    if not readable:
-        torch._assert_async(ok, message)
-    elif not bool(ok):
-        raise ValueError(message)
 
 
 def _map(function: Callable[..., Any], *states: Any) -> Any:

@@ -266,10 +266,14 @@ class StreamingCache(TokenStore):
 
     def _blank(self) -> Encoded:
         """What the encoding returns for one zero token: the structure of its bias and state."""
-        k, v = (torch.zeros_like(self.tokens.newest(name, 1)) for name in ("k", "v"))
-        shape, coords = self.encoding.shape, self.encoding.coords
-        q = k.new_zeros(k.shape[0], shape.heads, 1, shape.head_dim)
-        x = None if shape.width is None else k.new_zeros(k.shape[0], 1, shape.width)
+        v, shape, coords = (
+            torch.zeros_like(self.tokens.newest("v", 1)),
+            self.encoding.shape,
+            self.encoding.coords,
+        )
+        dtype = self.tokens.newest("k", 1).dtype
+        q, k = (v.new_zeros(len(v), n, 1, shape.head_dim, dtype=dtype) for n in (shape.heads, shape.kv_heads))
+        x = None if shape.width is None else k.new_zeros(len(k), 1, shape.width)
         positions = torch.zeros((1,) if coords == 1 else (1, coords), dtype=torch.long, device=k.device)
         return self.encoding(q, k, x=x, v=v, positions=positions)  # type: ignore[no-any-return]
 

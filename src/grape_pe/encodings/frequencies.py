@@ -30,7 +30,9 @@ class Frequencies(FullPrecision):
     """theta (groups, coords, planes) in float64: the angle of plane i is sum_a n_a theta[a, i] (Eq. M11).
 
     `disjoint` axes share out the planes, each axis with its own full spectrum; `mixed` lets every
-    axis turn every plane. The initial spectrum is exact: learning moves `delta`, which starts at 0.
+    axis turn every plane. With `sections` all axes share one spectrum, and the first sections[0] planes follow the
+    first axis, the next sections[1] the second (M-RoPE). The initial spectrum is exact: learning moves `delta`,
+    which starts at 0.
     `scaling` is applied to what was learned. `strength` multiplies all frequencies: 1, or less in a fade.
     """
 
@@ -46,6 +48,7 @@ class Frequencies(FullPrecision):
         base: float = 10_000.0,
         spectrum: Spectrum = "log-uniform",
         axes: Axes = "disjoint",
+        sections: Sequence[int] | None = None,
         learned: bool = False,
         scaling: Scaling | None = None,
     ) -> None:
@@ -56,6 +59,7 @@ class Frequencies(FullPrecision):
             raise ValueError(f"base must be a positive number, got {base!r}")
         self.planes, self.coords, self.base, self.axes = planes, coords, float(base), axes
         self.spectrum, self.scaling = spectrum, scaling
+        self.sections = None if sections is None else self._checked_sections(sections)
         if scaling is not None and coords > 1:
             raise ValueError(f"scaling is for sequences, with one coordinate; got coords={coords}")
         if scaling is not None and base <= 1:
@@ -77,6 +81,18 @@ class Frequencies(FullPrecision):
                 f"got {len(self.spectrum)}"
             )
 
+    def _checked_sections(self, sections: Sequence[int]) -> list[int]:
+        found = list(sections)
+        whole = all(isinstance(n, int) and n >= 0 for n in found)
+        if not whole or self.coords == 1 or len(found) != self.coords or sum(found) != self.planes:
+            raise ValueError(
+                f"sections must be the number of planes of each of the coords={self.coords} axes (2 or 3), "
+                f"{self.planes} together; got {found}. Qwen2-VL has (16, 24, 24) of 64 planes"
+            )
+        if self.axes == "mixed":
+            raise ValueError('sections give each plane to one axis; use axes="disjoint" (the default)')
+        return found
+
     def _axis_spectrum(self, planes: int) -> Tensor:
         if isinstance(self.spectrum, str):
             return log_uniform(planes, self.base)
@@ -87,6 +103,10 @@ class Frequencies(FullPrecision):
         if self.axes == "mixed" and self.coords > 1:
             direction = torch.randn(self.coords, self.planes, dtype=torch.float32)
             return self._axis_spectrum(self.planes) * direction / direction.norm(dim=0)
+        if self.sections is not None:
+            of_plane = torch.arange(self.coords).repeat_interleave(torch.tensor(self.sections))
+            theta[of_plane, torch.arange(self.planes)] = self._axis_spectrum(self.planes)
+            return theta
         for axis, planes in enumerate(torch.arange(self.planes).tensor_split(self.coords)):
             theta[axis, planes] = self._axis_spectrum(len(planes))
         return theta

@@ -12,16 +12,19 @@ from typing import Any
 from . import own
 from .additive import ALiBi, FoX, GatedSlope, PhaseSlope, ShiftSlope
 from .base import Composite, Encoding, HeadShape, NoPE
+from .basis import BasisRotary
 from .facts import Facts
 from .kerple import Kerple
 from .liere import LieRE
 from .path import PaTH
 from .path_integral import PathIntegral
+from .pope import PoPE
 from .relative import Relative
-from .rotary import BasisRotary, ContextualRotary, MixtureRotary, PlaneRotary, Rotary
+from .rotary import ContextualRotary, MixtureRotary, PlaneRotary, Rotary
 from .sandwich import Sandwich
 from .t5 import T5
 from .temperature import LogN
+from .xpos import XPos
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,12 @@ ENTRIES: dict[str, Entry] = {
     "grape-m": Entry(Rotary, {"learned": True}),
     "grape-m-ctx": Entry(ContextualRotary),
     "grape-m-basis": Entry(BasisRotary),
+    "string-cayley": Entry(BasisRotary, {"basis": "cayley"}),
+    "string-circulant": Entry(BasisRotary, {"basis": "circulant", "basis_per_head": False}),
     "grape-m-plane": Entry(PlaneRotary),
     "grape-m-mix": Entry(MixtureRotary),
+    "xpos": Entry(XPos),
+    "pope": Entry(PoPE),
     "alibi": Entry(ALiBi),
     "fox": Entry(FoX),
     "grape-a-shift": Entry(ShiftSlope),

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..bias import NO_BIAS
 from ..groups import (
-    BasisRotation,
     JointMixtureRotation,
     MixtureRotation,
     PartialRotation,
     PlaneRotation,
     Rank2Rotation,
-    orthogonal_from,
     orthonormal_columns,
     quarter_turn,
     skew_from_pairs,
-    unitary_from,
 )
 from ..groups.rotation import Layout, angle_tables, turn_halves
 from ..precision import exact_dtype, ignores_autocast
@@ -41,18 +38,37 @@ class RotationEncoding(Encoding):
 
     transforms = True
 
+    @property
+    def rotary_heads(self) -> int:
+        """Key heads that are turned, the first ones; the others and their queries are left alone."""
+        return self.shape.kv_heads
+
     @abstractmethod
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         """The group element of each token, and the state to carry."""
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         element, state = self.element(tokens, state)
-        q = self._turn(element, tokens.q.unflatten(1, (self.shape.kv_heads, self.shape.group)))
-        k = self._turn(element, tokens.k.unsqueeze(2))
+        q = self._heads(
+            self._turn_query, element, tokens.q.unflatten(1, (self.shape.kv_heads, self.shape.group))
+        )
+        k = self._heads(self._turn_key, element, tokens.k.unsqueeze(2))
         return Encoded(q.flatten(1, 2), k.squeeze(2), NO_BIAS, state)
+
+    def _heads(self, turn: Callable[[Any, Tensor], Tensor], element: Any, x: Tensor) -> Tensor:
+        """`turn` of the key heads of x (B, Hkv, G, T, D) that are turned."""
+        if self.rotary_heads == x.shape[1]:
+            return turn(element, x)
+        return torch.cat([turn(element, x[:, : self.rotary_heads]), x[:, self.rotary_heads :]], 1)
 
     def _turn(self, element: Any, x: Tensor) -> Tensor:
         return element.apply(x)
+
+    def _turn_query(self, element: Any, x: Tensor) -> Tensor:
+        return self._turn(element, x)
+
+    def _turn_key(self, element: Any, x: Tensor) -> Tensor:
+        return self._turn(element, x)
 
     @ignores_autocast
     def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
@@ -63,13 +79,54 @@ class RotationEncoding(Encoding):
         exact = exact_dtype(k.device)
         positions = torch.full((1, 1, self.coords), -float(offset), dtype=exact, device=k.device)
         element, _ = self.element(Tokens(k, k, positions), None)
-        return self._turn_again(element, k.unsqueeze(2)).squeeze(2)
+        return self._heads(self._turn_again, element, k.unsqueeze(2)).squeeze(2)
 
     def _turn_again(self, element: Any, x: Tensor) -> Tensor:
         return element.apply(x)
 
 
-class Rotary(RotationEncoding):
+class PlanesEncoding(RotationEncoding):
+    """Rotate coordinate planes, all of them or those of some features and heads.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        coords: coordinates of a position, 1 to 3.
+        layout: of the planes, "half" as in Hugging Face's Llama or "interleaved".
+        rotary_dim: number of first features that are rotated; all by default.
+        rotary_heads: number of first key heads that are rotated, with their queries; all by default.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        coords: int = 1,
+        *,
+        layout: Layout = "half",
+        rotary_dim: int | None = None,
+        rotary_heads: int | None = None,
+    ) -> None:
+        super().__init__(shape, coords)
+        check_layout(layout)
+        self.layout = layout
+        self.rotary_dim = _check_rotary_dim(rotary_dim, shape.head_dim)
+        self._rotary_heads = _check_rotary_heads(rotary_heads, shape.kv_heads)
+
+    @property
+    def rotary_heads(self) -> int:
+        return self._rotary_heads
+
+    @property
+    def whole(self) -> bool:
+        """Every feature of every head is turned."""
+        return (self.rotary_dim, self.rotary_heads) == (self.shape.head_dim, self.shape.kv_heads)
+
+    def turned(self, angle: Tensor, dtype: torch.dtype) -> PlaneRotation | PartialRotation:
+        """By angles (B|1, H|1, 1, T, planes) in float64."""
+        planes = PlaneRotation.from_angle(angle, dtype, self.layout)
+        return planes if self.rotary_dim == self.shape.head_dim else PartialRotation(planes, self.rotary_dim)
+
+
+class Rotary(PlanesEncoding):
     """Rotate coordinate planes at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
 
     Args:
@@ -78,11 +135,11 @@ class Rotary(RotationEncoding):
         spectrum: "log-uniform", or one initial frequency for each plane.
         learned: learn the frequencies.
         per_head: frequencies for each key head instead of one set for all.
-        layout: of the planes, "half" as in Hugging Face's Llama or "interleaved".
-        rotary_dim: number of first features that are rotated; all by default.
         scaling: of the spectrum for a longer context (see `Scaling`).
         coords: coordinates of a position, 1 to 3.
-        axes: "disjoint" (each plane follows one axis) or "mixed".
+        axes: "disjoint" (each plane follows one axis, each axis has its own spectrum) or "mixed".
+        sections: how many planes of one spectrum follow each axis (M-RoPE, Eq. M13).
+        planes: `layout`, `rotary_dim` and `rotary_heads` of `PlanesEncoding`.
     """
 
     facts: ClassVar[Sequence[Facts]] = (
@@ -113,26 +170,24 @@ class Rotary(RotationEncoding):
         spectrum: Spectrum = "log-uniform",
         learned: bool = False,
         per_head: bool = False,
-        layout: Layout = "half",
-        rotary_dim: int | None = None,
         scaling: Mapping[str, Any] | None = None,
         coords: int = 1,
         axes: Axes = "disjoint",
+        sections: Sequence[int] | None = None,
+        **planes: Any,
     ) -> None:
-        super().__init__(shape, coords)
-        check_layout(layout)
-        self.layout = layout
-        self.rotary_dim = _check_rotary_dim(rotary_dim, shape.head_dim)
+        super().__init__(shape, coords, **planes)
         rule = read_scaling(scaling)
         #: YaRN's factor of queries and keys, here all on the side of the queries
         self.query_factor = 1.0 if rule is None else rule.attention**2
         self.frequencies = Frequencies(
             self.rotary_dim // 2,
             coords=coords,
-            groups=shape.kv_heads if per_head else 1,
+            groups=self.rotary_heads if per_head else 1,
             base=base,
             spectrum=spectrum,
             axes=axes,
+            sections=sections,
             learned=learned,
             scaling=rule,
         )
@@ -142,8 +197,7 @@ class Rotary(RotationEncoding):
 
     def planes(self, tokens: Tokens) -> PlaneRotation | PartialRotation:
         angle = torch.einsum("btn,gnm->bgtm", tokens.positions, self.frequencies()).unsqueeze(2)
-        planes = PlaneRotation.from_angle(angle, tokens.q.dtype, self.layout)
-        return planes if self.rotary_dim == self.shape.head_dim else PartialRotation(planes, self.rotary_dim)
+        return self.turned(angle, tokens.q.dtype)
 
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         return self.planes(tokens), None
@@ -153,7 +207,7 @@ class Rotary(RotationEncoding):
         """Prepared where all heads turn alike, as halves."""
         delta = self.frequencies.delta
         alike = delta is None or delta.shape[0] == 1
-        halves = self.layout == "half" and self.rotary_dim == self.shape.head_dim and self.rotary_dim % 2 == 0
+        halves = self.layout == "half" and self.whole and self.rotary_dim % 2 == 0
         return (self.coords, delta is None, self.frequencies.rule) if alike and halves else None
 
     @classmethod
@@ -168,31 +222,35 @@ class Rotary(RotationEncoding):
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         tables = tokens.prepared_for(self)
         if tables is None:
-            code = super().encode(tokens, state)
-            q, k = code.q, code.k
-        else:
-            turned = turn_halves(torch.cat([tokens.q, tokens.k], 1), *tables)
-            q, k = turned.split((self.shape.heads, self.shape.kv_heads), 1)
-        return Encoded(q if self.query_factor == 1.0 else self._amplified(q), k, NO_BIAS)
+            return super().encode(tokens, state)
+        turned = turn_halves(torch.cat([tokens.q, tokens.k], 1), *tables)
+        q, k = turned.split((self.shape.heads, self.shape.kv_heads), 1)
+        return Encoded(self._amplified(q), k, NO_BIAS)
+
+    def _turn_query(self, element: Any, x: Tensor) -> Tensor:
+        return self._amplified(self._turn(element, x))
 
     def _amplified(self, q: Tensor) -> Tensor:
         """Only what is turned has YaRN's factor, as in transformers, where cos and sin have it."""
+        if self.query_factor == 1.0:
+            return q
         if self.rotary_dim == self.shape.head_dim:
             return q * self.query_factor
         return torch.cat([q[..., : self.rotary_dim] * self.query_factor, q[..., self.rotary_dim :]], -1)
 
 
-class ContextualRotary(RotationEncoding):
+class ContextualRotary(PlanesEncoding):
     """GRAPE-M with a contextual phase: angle = Phi_t theta_i, Phi_t the sum of gates before t (Eq. M10).
 
     Args:
         shape: heads, key heads, features of a head, and width.
         gate: the gate of a token, "sigmoid" as in the paper's experiments or "softplus".
         phase_per_head: one phase for each key head instead of one for all.
+        phase_per_plane: one phase for each plane, as in Selective RoPE (Eq. M14).
         base: as for `Rotary`.
         spectrum: as for `Rotary`.
         learned: learn the frequencies.
-        layout: as for `Rotary`.
+        planes: `layout`, `rotary_dim` and `rotary_heads` of `PlanesEncoding`.
     """
 
     facts = (
@@ -202,7 +260,7 @@ class ContextualRotary(RotationEncoding):
             formula="G_t = diag(R(Φ_t θ_1), …),  Φ_t = Σ_{l<t} gate(x_l)",
             group="in the torus of SO(D), with the running sum Φ_t in the place of the position",
             source=GRAPE,
-            recovers="RoPE (constant gate)",
+            recovers="RoPE (constant gate); Selective RoPE's rotation, with steps of one sign (`phase_per_plane`)",
             learned="gate, frequencies",
         ),
     )
@@ -215,18 +273,22 @@ class ContextualRotary(RotationEncoding):
         *,
         gate: Gate = "sigmoid",
         phase_per_head: bool = False,
+        phase_per_plane: bool = False,
         base: float = 10_000.0,
         spectrum: Spectrum = "log-uniform",
         learned: bool = True,
-        layout: Layout = "half",
+        **planes: Any,
     ) -> None:
-        super().__init__(shape)
-        check_layout(layout)
-        self.layout = layout
+        super().__init__(shape, **planes)
         assert shape.width is not None
-        clocks = shape.kv_heads if phase_per_head else 1
-        self.clock = Clock(shape.width, clocks, gate, bias=softplus_inverse(1e-3))
-        self.frequencies = Frequencies(shape.head_dim // 2, base=base, spectrum=spectrum, learned=learned)
+        count = self.rotary_dim // 2
+        #: clocks of each token: (key heads or 1, planes or 1)
+        self.clocks = (
+            self.rotary_heads if phase_per_head else 1,
+            max(count, 1) if phase_per_plane else 1,
+        )
+        self.clock = Clock(shape.width, self.clocks[0] * self.clocks[1], gate, bias=softplus_inverse(1e-3))
+        self.frequencies = Frequencies(count, base=base, spectrum=spectrum, learned=learned)
 
     def reset_parameters(self) -> None:
         self.clock.reset_parameters()
@@ -235,79 +297,12 @@ class ContextualRotary(RotationEncoding):
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         assert tokens.x is not None
         total = self.clock(tokens.x, state)
-        angle = (self.clock.before(total, state).unsqueeze(-1) * self.frequencies()[:, 0]).unsqueeze(2)
-        return PlaneRotation.from_angle(angle, tokens.q.dtype, self.layout), total
+        angle = self.phases(self.clock.before(total, state)) * self.frequencies()[:, 0]
+        return self.turned(angle.unsqueeze(2), tokens.q.dtype), total
 
-
-class BasisRotary(Rotary):
-    """GRAPE-M in a learned basis: B R B^T with B orthogonal under any optimizer (Eq. M7-M9).
-
-    It starts as grape-m exactly.
-
-    Args:
-        shape: heads, key heads, features of a head, and width.
-        basis: "orthogonal" (any planes) or "unitary" (planes (a_i, J a_i)).
-        basis_per_head: one basis for each key head instead of one for all.
-        learned: learn the frequencies.
-        options: those of `Rotary`.
-    """
-
-    facts = (
-        Facts(
-            name="grape-m-basis",
-            about="rotates planes of a learned orthogonal or unitary basis",
-            formula="G_n = B diag(R(n θ_1), …) B^T,  B = exp(W − W^T)",
-            group="in a torus of SO(D), conjugated by the learned basis B",
-            source=GRAPE,
-            recovers="`grape-m`",
-            learned="basis, frequencies",
-        ),
-    )
-
-    def __init__(
-        self,
-        shape: HeadShape,
-        *,
-        basis: Literal["orthogonal", "unitary"] = "orthogonal",
-        basis_per_head: bool = False,
-        learned: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(shape, learned=learned, **options)
-        d, heads = shape.head_dim, shape.kv_heads if basis_per_head else 1
-        if basis not in ("orthogonal", "unitary"):
-            raise ValueError(f'basis must be "orthogonal" or "unitary", got {basis!r}')
-        if basis == "unitary" and d % 2:
-            raise ValueError(f'a unitary basis needs an even head_dim, got {d}; use basis="orthogonal"')
-        if basis == "unitary" and self.rotary_dim != d:
-            raise ValueError('a unitary basis pairs all features; with rotary_dim use basis="orthogonal"')
-        self.kind = basis
-        size = (heads, d, d) if basis == "orthogonal" else (heads, 2, d // 2, d // 2)
-        self.weight = own_parameter(*size)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        nn.init.zeros_(self.weight)
-
-    @property
-    def like(self) -> None:
-        return None
-
-    def basis(self) -> Tensor:
-        """(Hkv|1, D, D)."""
-        if self.kind == "unitary":
-            return unitary_from(self.weight, self.layout)
-        return orthogonal_from(self.weight)
-
-    def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
-        return BasisRotation(self.basis()[None, :, None], self.planes(tokens)), None
-
-    def _turn(self, element: BasisRotation, x: Tensor) -> Tensor:
-        return element.apply_in_basis(x)
-
-    def _turn_again(self, element: BasisRotation, x: Tensor) -> Tensor:
-        return element.planes.apply(x)  # encoded keys already stand in the basis
+    def phases(self, total: Tensor) -> Tensor:
+        """(B, Hkv|1, T, planes|1) of running sums (B, n, T)."""
+        return total.unflatten(1, self.clocks).transpose(-1, -2)
 
 
 class PlaneRotary(RotationEncoding):
@@ -367,8 +362,8 @@ class PlaneRotary(RotationEncoding):
 class MixtureRotary(RotationEncoding):
     """GRAPE-M with planes that overlap and do not commute, inside a rank-r subspace (Eq. N1-N5).
 
-    The relative law is exact with one coordinate. With more it is lost, because the generators of different
-    axes do not commute either.
+    The relative law is exact with one coordinate. With more it is lost, because the generators of different axes do not
+    commute either.
 
     Args:
         shape: heads, key heads, features of a head, and width.
@@ -445,6 +440,21 @@ def _check_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
     if not isinstance(rotary_dim, int) or rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {rotary_dim!r}")
     return rotary_dim
+
+
+def _check_rotary_heads(rotary_heads: int | None, kv_heads: int) -> int:
+    if rotary_heads is None:
+        return kv_heads
+    if (
+        not isinstance(rotary_heads, int)
+        or isinstance(rotary_heads, bool)
+        or not 1 <= rotary_heads <= kv_heads
+    ):
+        raise ValueError(
+            f"rotary_heads must be from 1 to kv_heads = {kv_heads}, the number of first key heads that are turned; "
+            f"got {rotary_heads!r}"
+        )
+    return rotary_heads
 
 
 def check_layout(layout: str) -> None:

@@ -198,6 +198,35 @@ class PlaneRotation:
 
 
 @dataclass(frozen=True, eq=False)
+class ScaledRotation:
+    """Planes turned and multiplied by exp(log_scale) (..., m): an abelian group in GL(D) (Eq. M17).
+
+    Keys move by the inverse transpose, so that the score depends on the difference of the log scales.
+    """
+
+    planes: PlaneRotation
+    log_scale: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        working = working_dtype(x.dtype)
+        log_scale = join_planes(self.log_scale, self.log_scale, x.shape[-1], self.planes.layout)
+        return (self.planes.apply(x.to(working)) * log_scale.exp().to(working)).to(x.dtype)
+
+    def contragredient(self) -> ScaledRotation:
+        """The inverse transpose."""
+        return ScaledRotation(self.planes, -self.log_scale)
+
+    def compose(self, other: ScaledRotation) -> ScaledRotation:
+        return ScaledRotation(self.planes.compose(other.planes), self.log_scale + other.log_scale)
+
+    def inverse(self) -> ScaledRotation:
+        return ScaledRotation(self.planes.inverse(), -self.log_scale)
+
+    def as_matrix(self, width: int) -> Tensor:
+        return _matrix(self, width)
+
+
+@dataclass(frozen=True, eq=False)
 class PartialRotation:
     """A rotation of the first `width` coordinates; the others are left alone (GPT-NeoX, Phi, GLM)."""
 
@@ -302,6 +331,23 @@ def orthogonal_from(weight: Tensor) -> Tensor:
     """
     exact = weight.to(exact_dtype(weight.device))
     return matrix_exp(exact - exact.transpose(-1, -2))
+
+
+def cayley_from(weight: Tensor) -> Tensor:
+    """(I - S)(I + S)^-1 with S = W - W^T: orthogonal for any square W, without an eigenvalue -1 (Eq. M15)."""
+    exact = weight.to(exact_dtype(weight.device))
+    skew = exact - exact.transpose(-1, -2)
+    eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
+    return torch.linalg.solve(eye + skew, eye - skew)  # the factors commute
+
+
+def fourier_basis(width: int, layout: Layout, device: torch.device) -> Tensor:
+    """(D, D): planes (cos, sin) of the discrete Fourier modes 1, 2, …, then the modes that are alone (Eq. M16)."""
+    n = torch.arange(width, device=device, dtype=exact_dtype(device)).unsqueeze(-1)
+    angle = n * torch.arange(1, (width + 1) // 2, device=device, dtype=n.dtype) * (TURN / width)
+    planes = join_planes(angle.cos(), angle.sin(), 2 * angle.shape[-1], layout) * math.sqrt(2)
+    alone = [torch.ones_like(n), *([1 - 2 * (n % 2)] if width % 2 == 0 else [])]
+    return torch.cat([planes, *alone], -1) / math.sqrt(width)
 
 
 def unitary_from(weight: Tensor, layout: Layout = "half") -> Tensor:

@@ -25,7 +25,7 @@ ROTATIONS = ("rope", "grape-m", "grape-m-basis")
 #: kinds of rope_parameters with one fixed spectrum
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 #: options of encodings that follow from the model's own RoPE
-FIXED = ("spectrum", "base", "layout", "rotary_dim", "coords", "axes")
+FIXED = ("spectrum", "base", "layout", "rotary_dim", "rotary_heads", "coords", "axes", "sections")
 #: types of layers whose attention we have
 STOCK_LAYERS = ("full_attention", "sliding_attention")
 #: fields that describe the saved model, not the architecture
@@ -131,6 +131,10 @@ class AdaptedFields:
         for name in FIXED:
             if any(name in given for given in [options, *nested]):
                 raise ValueError(f"option {name!r} is set by the model's own RoPE; leave it out")
+        if any(given.get("basis") == "circulant" for given in [options, *nested]):
+            raise ValueError(
+                'basis="circulant" would change the logits; use "orthogonal", which starts as the RoPE'
+            )
 
     def _check_attention(self) -> None:
         """Attention that `grape_pe.attend` computes: one fixed spectrum, no dropout, no soft-capping, causal."""

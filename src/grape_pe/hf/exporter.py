@@ -28,8 +28,9 @@ from transformers import (  # noqa: E402
 
 from ..encodings import Encoding, convert_layout  # noqa: E402
 from ..encodings.base import NoPE  # noqa: E402
+from ..encodings.basis import BasisRotary  # noqa: E402
 from ..encodings.frequencies import Frequencies, log_uniform  # noqa: E402
-from ..encodings.rotary import BasisRotary, Rotary  # noqa: E402
+from ..encodings.rotary import Rotary  # noqa: E402
 from ..groups.rotation import Layout  # noqa: E402
 from ..models.config import DecoderConfig  # noqa: E402
 from ..models.decoder import Decoder  # noqa: E402
@@ -199,6 +200,10 @@ def _rotary(encoding: Encoding, in_family: bool) -> Rotary | None:
     if partial and not in_family:
         raise ValueError(
             f"rotary_dim={encoding.rotary_dim} has no stock form: exported models turn all features"
+        )
+    if encoding.rotary_heads != encoding.shape.kv_heads:
+        raise ValueError(
+            f"rotary_heads={encoding.rotary_heads} has no stock form: exported models turn all heads"
         )
     if encoding.shape.head_dim % 2:
         raise ValueError(f"stock RoPE needs an even head_dim, got {encoding.shape.head_dim}")

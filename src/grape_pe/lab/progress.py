@@ -36,6 +36,8 @@ class ProgressLine:
         self.tell(step, f"loss {loss:.4f}{self.validation}  {speed:,.0f} tokens/s", last)
 
     def tell(self, step: int, said: str, last: bool = False) -> None:
+        if step < self.start:  # resumed jobs went back to their checkpoints
+            self.start, self.began = step, time.monotonic()
         if self.bar is not None:
             self.bar.update(self.task, completed=step, said=said)
         elif not self.quiet and (last or time.monotonic() - self.printed > self.PAUSE):

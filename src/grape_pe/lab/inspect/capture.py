@@ -157,8 +157,11 @@ def rotation_of(encoding: Encoding) -> RotationEncoding | None:
     return next((part for part in parts_of(encoding) if isinstance(part, RotationEncoding)), None)
 
 
-def group_elements(view: LayerView) -> Tensor | None:
-    """The matrices G_t of every token, (Hkv, T, D, D), by turning unit vectors; None without a rotation."""
+def group_elements(view: LayerView) -> tuple[Tensor, Tensor] | None:
+    """The matrices of every token, (Hkv, T, D, D), on queries and on keys, by encoding unit vectors.
+
+    They are the same rotations G_t, but for xpos. None without a linear action.
+    """
     part = rotation_of(view.encoding)
     if part is None:
         return None
@@ -167,7 +170,8 @@ def group_elements(view: LayerView) -> Tensor | None:
     q = unit[:, :1].expand(d, part.shape.heads, t, d)
     x = None if view.data.x is None else view.data.x[:1].expand(d, -1, -1)
     tokens = Tokens(q, unit, view.data.positions.double().view(1, -1, 1), x)
-    return part.encode(tokens, None).k.permute(1, 2, 3, 0)
+    code = part.encode(tokens, None)
+    return code.q[:, :: part.shape.group].permute(1, 2, 3, 0), code.k.permute(1, 2, 3, 0)
 
 
 def rotation_kernel(view: LayerView) -> Tensor | None:
@@ -175,16 +179,17 @@ def rotation_kernel(view: LayerView) -> Tensor | None:
     elements = group_elements(view)
     if elements is None:
         return None
-    flat = elements.double().flatten(2)
-    return (flat @ flat.transpose(-1, -2))[None] / elements.shape[-1]
+    q, k = (each.double().flatten(2) for each in elements)
+    return (q @ k.transpose(-1, -2))[None] / elements[0].shape[-1]
 
 
 def frequencies(part: RotationEncoding) -> tuple[Tensor, Tensor | None] | None:
     """Radians a position for each plane, (groups, planes), and the initial ones if they are learned."""
     if isinstance(part, (Rotary, ContextualRotary)):
-        now = part.frequencies()[:, 0]
+        now = _with_still_heads(part.frequencies()[:, 0], part)
         learned = part.frequencies.delta is not None
-        return now.detach(), part.frequencies.initial[:, 0].double() if learned else None
+        first = _with_still_heads(part.frequencies.initial[:, 0].double(), part)
+        return now.detach(), first if learned else None
     if isinstance(part, PlaneRotary):
         a = part.a.double()
         b = quarter_turn(a, part.layout) if part.b is None else part.b.double()
@@ -195,6 +200,12 @@ def frequencies(part: RotationEncoding) -> tuple[Tensor, Tensor | None] | None:
         weight = part.weight.detach().double()[:, 0]
         return _modes(weight - weight.transpose(-1, -2)), None
     return None
+
+
+def _with_still_heads(theta: Tensor, part: Rotary | ContextualRotary) -> Tensor:
+    """(groups, planes), with zeros for key heads that are not turned."""
+    still = part.shape.kv_heads - part.rotary_heads
+    return F.pad(theta.expand(part.rotary_heads, -1), (0, 0, 0, still)) if still else theta
 
 
 def _modes(skew: Tensor) -> Tensor:

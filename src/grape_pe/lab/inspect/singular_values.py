@@ -12,7 +12,9 @@ from torch import Tensor
 from ...bias import TileBias
 from ...encodings.additive import ShiftSlope
 from ...encodings.path import PaTH
+from ...encodings.pope import PoPE
 from ...encodings.rotary import ContextualRotary
+from ...encodings.xpos import XPos
 from ...groups import DenseRotation, Joint, Unipotent, shift_generator, slope_generator
 from ...groups.spectrum import path_bounds, singular_pair
 from .capture import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
@@ -46,9 +48,15 @@ def spectral_rows(view: LayerView, at: Sequence[int] = (1, 4, 16, 64, 256)) -> t
     """Rows for distances within the text, and what is measured in words."""
     within = [d for d in at if d < view.length]
     parts = parts_of(view.encoding)
-    special = [part for part in parts if isinstance(part, (PaTH, ShiftSlope))]
+    special = [part for part in parts if isinstance(part, (PaTH, PoPE, ShiftSlope, XPos))]
     if special and len(parts) > 1:
         return [], "no closed form is known for this composition"
+    if isinstance(view.encoding, PoPE):
+        return [], "no matrix acts on queries and keys (Eq. M18)"
+    if isinstance(view.encoding, XPos):
+        return [
+            _xpos_row(view, view.encoding, d) for d in within
+        ], "turned and faded planes in GL(D) (Eq. M17)"
     if isinstance(view.encoding, PaTH):
         return [_path_row(view, d) for d in within], (
             "product of factors I − β w wᵀ along the last tokens (Eq. S7): determinant, and bounds of σ"
@@ -76,7 +84,8 @@ def _row(distance: int, head: int, quantities: list[Quantity]) -> SpectralRow:
 def _joint_rows(view: LayerView, within: Sequence[int]) -> list[SpectralRow]:
     """Rotation, slope, both, or neither: one explicit matrix for each distance."""
     width = view.encoding.shape.head_dim
-    elements, bias = group_elements(view), view.bias()
+    found, bias = group_elements(view), view.bias()
+    elements = None if found is None else found[1]
     strength = torch.zeros(1, len(within)) if bias is None else -by_distance(bias, within)[..., 0]
     head = int(strength.abs().sum(-1).argmax())
     rows = []
@@ -122,18 +131,34 @@ def _trace(view: LayerView, turned: Tensor, head: int, distance: int) -> Quantit
     if part is None or found is None:
         return Quantity("tr G / D", measured, measured)
     theta = found[0][min(head, found[0].shape[0] - 1)]
-    n = _phase(view, head, distance) if isinstance(part, ContextualRotary) else float(distance)
+    n = _phase(view, head, distance) if isinstance(part, ContextualRotary) else torch.tensor(float(distance))
     closed = (2 * torch.cos(n * theta).sum() + width - 2 * len(theta)) / width
     return Quantity("tr G / D", float(closed), measured)
 
 
-def _phase(view: LayerView, head: int, distance: int) -> float:
-    """The phase gained between token 0 and token `distance`: the sum of the steps in between (Eq. M10)."""
+def _phase(view: LayerView, head: int, distance: int) -> Tensor:
+    """The phase gained between token 0 and token `distance` (planes|1,): the sum of the steps between (Eq. M10)."""
     states = view.code.state if isinstance(view.code.state, tuple) else (view.code.state,)
     for part, state in zip(parts_of(view.encoding), states, strict=True):
         if isinstance(part, ContextualRotary):
-            return float(state[0, min(head, state.shape[1] - 1), distance - 1])
+            phases = part.phases(state)[0]
+            return phases[min(head, phases.shape[0] - 1), distance - 1]
     raise ValueError("no contextual rotation in this encoding")
+
+
+def _xpos_row(view: LayerView, encoding: XPos, distance: int) -> SpectralRow:
+    """The matrix between a query and a key so far before it: sigma is zeta^(distance / scale_base) of each plane."""
+    elements = group_elements(view)
+    assert elements is not None
+    q, k = (each[0].double() for each in elements)
+    values = torch.linalg.svdvals(q[distance].T @ k[0])
+    closed = torch.exp(-encoding.rates(q.device) * distance)
+    largest = 1.0 if encoding.shape.head_dim % 2 else float(closed.max())
+    quantities = [
+        Quantity("largest σ", largest, float(values[0])),
+        Quantity("smallest σ", float(closed.min()), float(values[-1])),
+    ]
+    return _row(distance, 0, quantities)
 
 
 def _shift_rows(view: LayerView, encoding: ShiftSlope, within: Sequence[int]) -> list[SpectralRow]:

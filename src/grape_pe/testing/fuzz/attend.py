@@ -254,10 +254,14 @@ def _by(name: str, case: Case) -> Compute:
 def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The dense computation in float64, and in the dtype: ours and, in half precision, torch's."""
     visible = visible_keys(case.sizes.queries, case.sizes.keys, case.masks)
-    scale = case.options.get("scale", case.sizes.width**-0.5)
+    given = case.options.get("scale")
 
     def by(compute: Callable[..., Tensor], working: torch.dtype) -> Compute:
-        return lambda q, k, v, bias: compute(q, k, v, bias, visible, scale, working)
+        def run(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:
+            scale = q.shape[-1] ** -0.5 if given is None else given  # an encoding may have made q wider
+            return compute(q, k, v, bias, visible, scale, working)
+
+        return run
 
     truth = evaluate(case, True, by(dense_attention, torch.float64), surrounded=False)
     working = torch.promote_types(case.dtype, torch.float32)

@@ -18,9 +18,21 @@ WIDTH = 6  # of the block's input
 LAYOUTS = ("half", "interleaved")
 OPTIONS: dict[str, Options] = {
     "nope": lambda r: {},
-    "rope": lambda r: {"layout": r.choice(LAYOUTS), "per_head": r.random() < 0.3},
+    "rope": lambda r: {
+        "layout": r.choice(LAYOUTS),
+        "per_head": r.random() < 0.3,
+        "rotary_heads": r.choice((None, 1)),
+    },
     "grape-m": lambda r: {"layout": r.choice(LAYOUTS), "per_head": r.random() < 0.5},
-    "grape-m-ctx": lambda r: {"gate": r.choice(("sigmoid", "softplus")), "phase_per_head": r.random() < 0.5},
+    "grape-m-ctx": lambda r: {
+        "gate": r.choice(("sigmoid", "softplus")),
+        "phase_per_head": r.random() < 0.5,
+        "phase_per_plane": r.random() < 0.5,
+    },
+    "string-cayley": lambda r: {"basis_per_head": r.random() < 0.5},
+    "string-circulant": lambda r: {"layout": r.choice(LAYOUTS)},
+    "xpos": lambda r: {"scale_base": r.choice((64.0, 512.0)), "layout": r.choice(LAYOUTS)},
+    "pope": lambda r: {},
     "grape-m-basis": lambda r: {"basis_per_head": r.random() < 0.5, "layout": r.choice(LAYOUTS)},
     "grape-m-plane": lambda r: {"tied": r.random() < 0.5},
     "grape-m-mix": lambda r: {"rank": 2, "per_head": r.random() < 0.5},
@@ -56,7 +68,9 @@ OPTIONS: dict[str, Options] = {
         **r.choice(({}, {"probe_dim": 3}, {"probe": "q"}, {"probe": "k"})),
     },
 }
-ROTATIONS = ("rope", "grape-m", "grape-m-ctx", "grape-m-basis", "grape-m-plane", "grape-m-mix", "liere")
+GRAPE_M = ("grape-m", "grape-m-ctx", "grape-m-basis", "grape-m-plane", "grape-m-mix")
+ROTATIONS = ("rope", *GRAPE_M, "liere", "string-cayley", "string-circulant", "xpos", "pope")
+WIDE = ("grape-m-plane", "grape-m-mix", "path", "string-circulant")
 DISTANCES = ("t5", "kerple-log", "kerple-power", "sandwich", "relative")
 BIASES = [name for name in OPTIONS if name.startswith(("alibi", "fox", "grape-a")) and name != "grape-a-dict"]
 BIASES += DISTANCES
@@ -68,8 +82,8 @@ def draw_encoding(rng: random.Random, s: Sizes) -> Encoding:
         parts = [rng.choice(list(OPTIONS))]
     else:
         parts = [rng.choice((*ROTATIONS, "nope", "path")), *rng.sample(BIASES, rng.choice((1, 2)))]
-    if s.width < 2:  # no plane to turn, no direction to choose
-        parts = [part for part in parts if part not in ("grape-m-plane", "grape-m-mix", "path")] or ["nope"]
+    if s.width < 3:  # no plane to turn, no direction to choose
+        parts = [part for part in parts if part not in WIDE] or ["nope"]
     options: dict[str, Any] = {part: OPTIONS[part](rng) for part in parts}
     if len(parts) == 1:
         options = options[parts[0]]

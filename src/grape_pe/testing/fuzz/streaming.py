@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...cache import Norms, StreamingCache
+from ...encodings import Encoding
 from ...layers import KVShift, RMSNorm
 from ..laws import TOL
 from .dense import dense_attention
@@ -97,10 +98,15 @@ def _draw_world(rng: random.Random, seed: int) -> World:
         capacity=rng.choice((None, None, 50)),
         shift=shift,
         key_norm=RMSNorm(width, 1e-5).to(dtype) if rng.random() < 0.2 else None,
-        norm_after=_draw_norms(rng, seed, width, dtype),
+        norm_after=None if _sets_norms(encoding) else _draw_norms(rng, seed, width, dtype),
     )
     generator = torch.Generator().manual_seed(seed)
     return World(cache, dtype, generator, [[] for _ in range(batch)], [{} for _ in range(batch)], [0] * batch)
+
+
+def _sets_norms(encoding: Encoding) -> bool:
+    """Layers refuse a norm after such an encoding."""
+    return any(isinstance(part, Encoding) and part.sets_norms for part in encoding.modules())
 
 
 def _draw_norms(rng: random.Random, seed: int, width: int, dtype: torch.dtype) -> Norms | None:
@@ -352,7 +358,7 @@ def expected(cache: StreamingCache, tokens: list[Token], first: int) -> Tensor:
     visible = apart >= 0
     if cache.window is not None:
         visible = visible & ((apart < cache.window) | (t + first < cache.sinks))
-    scale = q.shape[-1] ** -0.5
+    scale = code.q.shape[-1] ** -0.5
     return dense_attention(code.q, code.k, v.double(), code.bias, visible, scale, torch.float64)[0].transpose(
         0, 1
     )
