@@ -70,7 +70,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_is_uncached(name, mode):
-    if (name, mode) == ("path", "static"):
+    if mode == "static" and name in ("path", "fire", "cope", "dape"):
         pytest.skip("refused: tests/test_static_cache.py")
     options = dict(MODES[mode])
     model, ids = small(name, kv_shift=True), tokens()
@@ -91,7 +91,7 @@ def test_assisted_and_prompt_lookup(name):
 @pytest.mark.parametrize("mode", ["greedy", "beam", "static", "chunked"])
 @pytest.mark.parametrize("name", NAMES)
 def test_left_padding_generates_the_same(name, mode):
-    if (name, mode) == ("path", "static"):
+    if mode == "static" and name in ("path", "fire", "cope", "dape"):
         pytest.skip("refused: tests/test_static_cache.py")
     model, ids = small(name, kv_shift=True), tokens(1, 6)
     padded = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1), tokens(1, 11, seed=4)])

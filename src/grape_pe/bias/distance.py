@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..precision import readable
-from .base import Bias, check_lengths, check_tensor, of_rows, wide
+from .base import Bias, check_lengths, check_tail, check_tensor, of_rows, wide
 
 Beyond = Literal["last", "zero", "-inf"]
 BEYOND: tuple[Beyond, ...] = ("last", "zero", "-inf")
@@ -69,6 +69,11 @@ class DistanceBias(Bias):
     def replaced(self, tensors: Mapping[str, Tensor]) -> DistanceBias:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
+    def queries(self, rows: slice) -> DistanceBias:
+        check_tail("queries", rows, self.query_length)
+        weight = None if self.weight is None else of_rows(self.weight, rows)
+        return replace(self, position_q=self.position_q[:, :, rows], weight=weight)
+
     def rebased(self, offset: float) -> DistanceBias:
         if offset != int(offset):
             raise ValueError(
@@ -108,14 +113,16 @@ class DistanceBias(Bias):
         return total.where(inside, 0.0 if self.beyond == "zero" else float("-inf"))
 
     def span(self) -> tuple[int, int] | None:
-        """The smallest and largest distance of any query to any key; None where the positions cannot be read."""
+        """The smallest and largest distance in any sequence; None where the positions cannot be read."""
         positions = self.position_q, self.position_k
         if not all(readable(x) for x in positions):
             return None
         if any(x.numel() == 0 for x in positions):
             return 0, 0
-        (low_q, high_q), (low_k, high_k) = self.position_q.aminmax(), self.position_k.aminmax()
-        return int(low_q - high_k), int(high_q - low_k)
+        (low_q, high_q), (low_k, high_k) = (x.aminmax(dim=-1) for x in positions)
+        ends = torch.stack([(low_q - high_k).min(), (high_q - low_k).max()])  # read from a GPU at once
+        low, high = map(int, ends.tolist())
+        return low, high
 
     def why_not_resolved(self) -> str | None:
         """Why there is no table of all distances, or None where there is one."""
@@ -123,7 +130,7 @@ class DistanceBias(Bias):
             return None
         span = self.span()
         if span is None:
-            return "it reads a table of all distances, and the positions cannot be read here (torch.compile)"
+            return "it reads a table of all distances, and positions cannot be read here (torch.compile, CUDA graph)"
         if span[1] - span[0] >= LONGEST:
             return f"its table would hold {span[1] - span[0] + 1} distances, more than {LONGEST}"
         return None

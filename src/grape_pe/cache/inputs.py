@@ -79,7 +79,8 @@ def encode(
     if prepared is None or prepared.working != working_dtype(q.dtype) or hooked(encoding):
         code = encoding(q, k, x=x, v=v, positions=layout.positions, state=state)
     else:
-        code = encoding.encode(Tokens(q, k, prepared.positions, x, v, prepared.values), state)
+        tokens = Tokens(q, k, prepared.positions, x, v, prepared.values, whole=True)
+        code = encoding.encode(tokens, state)
     if norm_after is not None:
         _check_norm_after(encoding, layout)
         code = replace(code, q=norm_after[0](code.q).to(v.dtype), k=norm_after[1](code.k).to(v.dtype))

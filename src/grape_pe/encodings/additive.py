@@ -125,7 +125,7 @@ class ALiBi(SlopeEncoding):
         place = tokens.positions.unsqueeze(1)
         length = tokens.q.shape[2]
         query = {"place": place, "slope": slopes.unsqueeze(-1).expand(1, -1, length, 1)}
-        return Encoded(tokens.q, tokens.k, TileBias(_radial_tile, query, {"place": place}))
+        return Encoded(tokens.q, tokens.k, TileBias(_radial_tile, query, {"place": place}, pairwise=True))
 
 
 def _symmetric(distance: Tensor, slopes: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Tokens:
         x: (B, T, C), the block's input.
         v: (B, Hkv, T, Dv).
         prepared: by encoding, what `Encoding.prepare` made for these tokens.
+        whole: positions were given as integers and need not be checked.
     """
 
     q: Tensor
@@ -75,6 +76,7 @@ class Tokens:
     x: Tensor | None = None
     v: Tensor | None = None
     prepared: Mapping[nn.Module, Any] | None = None
+    whole: bool = False
 
     def prepared_for(self, part: nn.Module) -> Any:
         """None if nothing was."""
@@ -244,7 +246,9 @@ class Encoding(FullPrecision, ABC):
         if x is not None and autocasts(q):
             x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
         with without_autocast(q):
-            return self.encode(Tokens(q, k, self._positions(positions, q, state), x, v), state)
+            whole = positions is None or not positions.is_floating_point()
+            tokens = Tokens(q, k, self._positions(positions, q, state), x, v, whole=whole)
+            return self.encode(tokens, state)
 
     if TYPE_CHECKING:  # nn.Module declares that a call returns Any
         __call__ = forward

@@ -110,12 +110,6 @@ class PaTHBias(TileBias):
         assert self.scale is not None
         return path_products(self.query, self.key, self.scale)
 
-    def plain(self, rows: slice, cols: slice) -> Tensor:
-        """scale * <q, k>: the score without the path."""
-        assert self.scale is not None
-        q, k = self.query["q"][:, :, rows], self.key["k"][:, :, cols]
-        return self.scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT)
-
     def settled(self, last: int) -> PaTHBias:
         """Keys k_j <- H_e … H_{j+1} k_j, with e the token before the `last`; then beta = 0 up to e."""
         k, w, beta = (self.key[name] for name in ("k", "w", "beta"))

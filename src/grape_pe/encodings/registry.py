@@ -13,7 +13,10 @@ from . import own
 from .additive import ALiBi, FoX, GatedSlope, PhaseSlope, ShiftSlope
 from .base import Composite, Encoding, HeadShape, NoPE
 from .basis import BasisRotary
+from .cope import CoPE
+from .dape import DAPE
 from .facts import Facts
+from .fire import FIRE
 from .kerple import Kerple
 from .liere import LieRE
 from .path import PaTH
@@ -76,6 +79,9 @@ ENTRIES: dict[str, Entry] = {
     "kerple-power": Entry(Kerple, {"kernel": "power"}),
     "sandwich": Entry(Sandwich),
     "relative": Entry(Relative),
+    "fire": Entry(FIRE),
+    "cope": Entry(CoPE),
+    "dape": Entry(DAPE),
     "liere": Entry(LieRE),
     "path": Entry(PaTH),
     "logn": Entry(LogN),

@@ -62,11 +62,22 @@ class ModelSection(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = Field(True, description="one matrix for embedding and head")
 
-    def decoder(self, vocab_size: int = 0) -> DecoderConfig:
-        """What the model is built from; `vocab_size` is the data's, used if none is set here."""
+    absolute: Literal["sinusoidal", "learned"] | None = Field(
+        None, description="absolute positions added to the embeddings; with encoding nope these alone"
+    )
+    max_positions: Natural = Field(0, description="rows of learned positions; 0: data.sequence")
+
+    def decoder(self, vocab_size: int = 0, sequence: int = 0) -> DecoderConfig:
+        """What the model is built from; `vocab_size` and `sequence` are the data's, used if none is set here."""
         size = self.vocab_size or -(-vocab_size // 64) * 64
         try:
-            config = DecoderConfig(**{**self.model_dump(), "vocab_size": size or 64})
+            config = DecoderConfig(
+                **{
+                    **self.model_dump(),
+                    "vocab_size": size or 64,
+                    "max_positions": self.max_positions or sequence,
+                }
+            )
             first = {each.encoding: i for i, each in reversed(list(enumerate(config.by_layer)))}
             for layer in first.values():
                 config.build_encoding(layer)
@@ -155,6 +166,10 @@ class RunConfig(Section):
             )
         return self
 
+    def decoder(self, vocab_size: int) -> DecoderConfig:
+        """What is trained, on data of this vocabulary."""
+        return self.model.decoder(vocab_size, self.data.sequence)
+
     def to_yaml(self) -> str:
         text = yaml.safe_dump(self.model_dump(), sort_keys=False, width=100)
         assert isinstance(text, str)
@@ -223,6 +238,8 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
 
 def shipped_evidence(name: str) -> Path | None:
     """Results shipped with this package, as `grape report` reads them; None if there are none yet."""
+    if not name:
+        return None
     path = Path(str(resources.files("grape_pe.lab").joinpath("evidence", f"{name}.jsonl")))
     return path if path.is_file() else None
 
@@ -304,14 +321,14 @@ def settings(kind: type[RunConfig] = RunConfig) -> Iterator[tuple[str, str]]:
             yield name, field.description or ""
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
-    """Dotted names to values."""
-    tree = config.model_dump()
-    return {
-        name: tree[s][f] if f else tree[s]
-        for name in field_names(type(config))
-        for s, _, f in [name.partition(".")]
-    }
+def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names to values, one level deep; names that are dotted already stay."""
+    tree = settings.model_dump() if isinstance(settings, RunConfig) else settings
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        inside = isinstance(value, dict) and "." not in key
+        out |= {f"{key}.{name}": each for name, each in value.items()} if inside else {key: value}
+    return out
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:

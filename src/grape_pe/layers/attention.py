@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..attention.masks import check_window
 from ..cache import AttentionInputs, Layout, Norms, StreamingCache, encode
 from ..encodings import Encoding, build
 from .arguments import (
@@ -24,7 +25,6 @@ from .arguments import (
     check_norm_after,
     check_qk_norm,
     check_sinks,
-    check_window,
     head_sizes,
     rotates,
 )

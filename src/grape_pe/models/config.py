@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from ..encodings import Encoding, build
 from ..layers import Attention
 from ..layers.arguments import QKNorm, check_qk_norm
+from .absolute import KINDS, AbsolutePositions
 from .by_layer import LayerSetting, label, layer_settings, options_for
 
 #: our names and those of Hugging Face's configurations, in which models are saved
@@ -30,12 +31,16 @@ HF_NAMES = {
     "qk_norm": "qk_norm",
     "output_norm": "output_norm",
     "output_gate": "output_gate",
+    "absolute": "absolute",
+    "max_positions": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
 #: fields that configurations saved by earlier versions lack
-LATER = ("output_norm", "output_gate")
-SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
+LATER = ("output_norm", "output_gate", "absolute", "max_positions")
+SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_positions")
+#: rows of a table of learned positions, unless given
+MAX_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,9 @@ class DecoderConfig:
         tied: one matrix for the embedding and the head.
         output_norm: RMS-normalise each head's attention output.
         output_gate: multiply the attention output by sigmoid(W x).
+        absolute: add absolute positions to the embeddings, "sinusoidal" or "learned"; the encoding acts as well,
+            so use "nope" for these alone.
+        max_positions: rows of the learned table; longer sequences are refused.
     """
 
     vocab_size: int = 50304
@@ -84,9 +92,12 @@ class DecoderConfig:
     tied: bool = True
     output_norm: bool = False
     output_gate: bool = False
+    absolute: Literal["sinusoidal", "learned"] | None = None
+    max_positions: int = MAX_POSITIONS
 
     def __post_init__(self) -> None:
         self._check("width", "heads")
+        self._fill("max_positions", MAX_POSITIONS)
         self._fill("kv_heads", self.heads)
         self._fill("head_dim", self.width // self.heads)
         self._fill("hidden", math.floor(8 * self.width / 3))
@@ -96,6 +107,8 @@ class DecoderConfig:
         if not isinstance(self.encoding_options, Mapping):
             raise TypeError(f"encoding_options must be a mapping, got {self.encoding_options!r}")
         check_qk_norm(self.qk_norm)
+        if self.absolute is not None and self.absolute not in KINDS:
+            raise ValueError(f"absolute must be {', '.join(map(repr, KINDS))} or None, got {self.absolute!r}")
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -148,6 +161,13 @@ class DecoderConfig:
             head_dim=self.head_dim,
             width=self.width,
             **self.options_of(name),
+        )
+
+    def build_absolute(self) -> AbsolutePositions | None:
+        return (
+            None
+            if self.absolute is None
+            else AbsolutePositions(self.absolute, self.width, self.max_positions)
         )
 
     def options_of(self, name: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class PretrainedDecoder(nn.Module):
         cache.layers = []
         for encoding in self.encodings():
             layer = GrapeDynamicLayer()
-            layer.stream = StreamingCache(encoding, window=window, rollback=rollback)
+            layer.store = StreamingCache(encoding, window=window, rollback=rollback)
             layer.is_initialized = True
             cache.layers.append(layer)
         return cache

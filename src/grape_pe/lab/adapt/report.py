@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.arms import Arm
+from ..config import flat
 from ..evaluate.benchmarks import Scores
 from ..files import read_json
 from ..report.cells import Cell, Table
@@ -17,7 +18,7 @@ from ..report.page import Part, legend, page, part, pictures, recipe_html, table
 from ..report.picture_figures import RAMP
 from ..report.results import ArmResults, LanguageRun, Recipe, Results
 from ..report.runs import read_lm_scores
-from ..report.stored import Evaluation, checked, curves, flat
+from ..report.stored import Evaluation, checked, curves
 from ..report.style import styles
 from ..report.tables import tables
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import LabError
 from ..files import damaged, read_json, read_json_lines, write_json, write_text
-from ..train.run_directory import ENVIRONMENT
+from ..train.run_directory import ENVIRONMENT, surroundings
 from .comparison import (
     AGAIN,
     COMPARISON,
@@ -25,7 +25,6 @@ from .comparison import (
     join_directory,
     joined,
     read_described,
-    surroundings,
     trials,
 )
 

@@ -97,11 +97,6 @@ class DatasetBatches:
         self._validation = Windows(dataset, "val", sequence)
         self.validation_rows = self._validation.count
 
-    @property
-    def epoch_rows(self) -> int:
-        """Rows until every window has been seen once."""
-        return self._train.count
-
     def batch(self, step: int, rows: range) -> Batch:
         _check_rows(rows, self.size, "a batch")
         if step < 0:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import LOCK, SCRATCH, damaged, locked, read_json, write_json
+from ..files import SCRATCH, contents, damaged, locked, read_json, write_json
 from ..progress import ProgressLine
 from .corpus import corpus_name
 from .encoding import EncodedChunk, encoded
@@ -182,10 +182,9 @@ def _check_directory(directory: Path) -> None:
         raise LabError(f"{directory} is a file; a dataset needs a directory")
     if not directory.is_dir() or (directory / PROGRESS).exists() or (directory / MANIFEST).exists():
         return
-    others = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, SCRATCH + PROGRESS))
-    if others:
+    if others := contents(directory):
         raise LabError(
-            f"{directory} holds {others[0]} and is no dataset; choose an empty or new directory with --out"
+            f"{directory} holds {min(others)} and is no dataset; choose an empty or new directory with --out"
         )
 
 

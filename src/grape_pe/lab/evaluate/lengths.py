@@ -140,7 +140,8 @@ def evaluate_language(
             if window is not None and window >= length and unlimited is not None:
                 found[length, window] = unlimited  # it reaches everything: nothing to compute again
             elif length in fitting:
-                found[length, window] = _losses_at(model, text, length, window, chunk)
+                optional = window is not None or length > lengths[0]
+                found[length, window] = _losses_at(model, text, length, window, chunk, optional)
             else:
                 found[length, window] = f"no stretch of the validation text has {length + 1} tokens"
     return {
@@ -175,16 +176,18 @@ class _Source:
         return torch.stack([self._read(piece, start, length + 1) for piece, start in chosen])
 
 
-def _losses_at(model: Decoder, text: Tensor, length: int, window: int | None, chunk: int) -> Tensor | str:
-    """(rows, length): the losses of the text cut into sequences of that length; or why there are none."""
+def _losses_at(
+    model: Decoder, text: Tensor, length: int, window: int | None, chunk: int, optional: bool
+) -> Tensor | str:
+    """(rows, length): the losses of the text cut into sequences of that length; or, if optional, why there are none."""
     rows = text.unfold(1, length + 1, length).reshape(-1, length + 1)
     parts = rows.split(max(1, TOKENS_AT_ONCE // min(length, chunk)))
     try:
         return torch.cat([stream_losses(model, part, chunk=chunk, window=window).cpu() for part in parts])
     except ValueError as problem:
-        if window is None:
+        if not optional:
             raise
-        return str(problem)  # an encoding may refuse a window; the rest of the evaluation stands
+        return str(problem)  # a model may refuse a window or a length; the rest of the evaluation stands
 
 
 def _entry(

@@ -65,7 +65,6 @@ class Positions(Stored):
 class Score(Stored):
     """How one run did on one task at one length (and depth)."""
 
-    task: str = ""
     split: str = ""
     length: int
     depth: Number = None
@@ -164,12 +163,3 @@ def checked(kind: type[Kind], values: dict[str, Any], path: Path, remedy: str, w
         error = problem.errors()[0]
         name = ".".join(map(str, error["loc"]))
         raise damaged(path, f"{why}{name}: {error['msg']}, got {error['input']!r:.60}", remedy) from None
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names to values, one level deep; names that are dotted already stay."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        deeper = isinstance(value, dict) and not prefix and "." not in key
-        out |= flat(value, f"{key}.") if deeper else {f"{prefix}{key}": value}
-    return out

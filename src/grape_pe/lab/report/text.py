@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .ranking import budget_blocks, length_blocks, ranking, text_blocks, trend_blocks
+from .reading import read_results, shipped_with
 from .results import Results
 from .statistics import Blocks
 from .tables import sweeps, tables
@@ -24,10 +25,17 @@ def table(results: Results, limit: int | None = None) -> str:
 
 
 def summary(results: Results, limit: int | None = None) -> str:
-    """Tables (or the first `limit`), verdict and notes: what a terminal shows."""
-    answer = verdict(results)
+    """Tables (or the first `limit`), verdict, notes and shipped results: what a terminal shows."""
+    answer, note = verdict(results), results.recipes[0].note.strip()
     lines = [table(results, limit), "", answer.headline, *(f"  {each}" for each in answer.details)]
-    return "\n".join([*lines, *(f"Note: {note}" for note in results.notes)])
+    lines += [*(f"Note: {note}" for note in results.notes), *([f"\n{note}"] if note else [])]
+    if (shipped := shipped_with(results)) is not None:
+        lines += [
+            f"\nShipped results of grape compare {shipped.stem}:\n",
+            summary(read_results([shipped]), 1),
+        ]
+        lines += [f"In full: grape report --markdown {shipped}"]
+    return "\n".join(lines)
 
 
 def markdown(results: Results) -> str:

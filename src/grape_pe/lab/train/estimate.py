@@ -47,7 +47,7 @@ def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
         vocab_size: tokens of the vocabulary.
         ranks: number of processes.
     """
-    sizes = config.model.decoder(vocab_size)
+    sizes = config.decoder(vocab_size)
     with torch.device("meta"):
         model = Decoder(sizes)
     parameters = model.parameter_count()

@@ -18,9 +18,8 @@ from ... import __version__
 from ..config import RunConfig, checked, differences, field_names
 from ..errors import LabError
 from ..files import (
-    LOCK,
-    SCRATCH,
     claim,
+    contents,
     damaged,
     read_json,
     read_json_lines,
@@ -68,9 +67,11 @@ class RunDirectory:
         """Refuse a directory with something else in it, or with a run that cannot go on so."""
         if self.path.exists() and not self.path.is_dir():
             raise LabError(f"--out must be a directory, but {self.path} is a file")
-        entries = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        begun = {LOCK, ENVIRONMENT, *self.before, *(f"{SCRATCH}{name}" for name in (ENVIRONMENT, CONFIG))}
-        if not entries - begun:  # also what is left if it was killed before its first step
+        entries = contents(self.path)
+        if not entries - {
+            ENVIRONMENT,
+            *self.before,
+        }:  # nothing, or killed before its configuration was written
             return
         if CONFIG not in entries:
             raise LabError(
@@ -139,21 +140,28 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def _environment(config: RunConfig, data: dict[str, Any]) -> dict[str, Any]:
+    here = surroundings()
+    more = {"system": platform.platform(), "threads": torch.get_num_threads()}
     return {
         "id": secrets.token_hex(8),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join(sys.argv),
         "seed": config.seed,
-        "versions": {
-            "grape-pe": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        },
+        **here,
+        "machine": {**here["machine"], **more},
         "data": data,
     }
+
+
+def surroundings() -> dict[str, Any]:
+    """Where and how this process runs."""
+    return {
+        "versions": {
+            "grape-pe": __version__, "torch": torch.__version__, "python": platform.python_version(),
+        },
+        "machine": {
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "name": platform.machine(),
+        },
+        "command": " ".join(["grape", *sys.argv[1:]]),
+    }  # fmt: skip

@@ -57,7 +57,7 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
     if not (run / CONFIG).is_file():
         raise LabError(f"{path} is no run, no checkpoint of one, and no model directory")
     config = read_config(run)
-    decoder = Decoder(config.model.decoder(open_feed(config, World()).batches.vocab_size))
+    decoder = Decoder(config.decoder(open_feed(config, World()).batches.vocab_size))
     load_weights(decoder, checkpoint)
     return decoder
 

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,7 +84,7 @@ def train(
     _check_installed(config)
     with world() as among:
         check_split(config, among.size)
-        config.model.decoder(1)  # a wrong encoding is told before any data are read
+        config.decoder(1)  # a wrong encoding is told before any data are read
         directory = RunDirectory(out)
         _on_first(among, lambda: directory.check(config, resume=resume))
         feed = open_feed(config, among)
@@ -162,7 +163,7 @@ class Trainer:
 
     def _build(self) -> Any:
         """The model before its first step."""
-        decoder = Decoder(self.config.model.decoder(self.feed.batches.vocab_size))
+        decoder = Decoder(self.config.decoder(self.feed.batches.vocab_size))
         initialise(decoder, self.config.seed)
         return decoder
 
@@ -179,7 +180,7 @@ class Trainer:
         stopped = 0
         try:
             with StopSignals() as signals:  # to the end: a cluster may ask twice, also while this saves
-                with prefetch(self.feed.batches, steps, self._rows) as coming:
+                with closing(prefetch(self.feed.batches, steps, self._rows)) as coming:
                     for step, parts in coming:
                         stopped = self._train_step(step, parts, signals)
                         if stopped:
