@@ -170,7 +170,7 @@ class Rotary(PlanesEncoding):
         spectrum: Spectrum = "log-uniform",
         learned: bool = False,
         per_head: bool = False,
-        scaling: Mapping[str, Any] | None = None,
+        scaling: Mapping[str, Any] | str | None = None,
         coords: int = 1,
         axes: Axes = "disjoint",
         sections: Sequence[int] | None = None,

@@ -48,6 +48,7 @@ def adapt(
     if train == "new":
         model.requires_grad_(False)
     _replace_config(model, config)
+    model._weight_conversions = None  # type: ignore[assignment]  # names in the stock checkpoint, which ours does not use
     change_class(model, family)
     change_class(base, family.base)
     install(base, encodings)

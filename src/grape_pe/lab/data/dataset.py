@@ -65,7 +65,7 @@ def open_dataset(directory: str | os.PathLike[str]) -> Dataset:
 
 
 def check_counts(directory: Path, shard: Shard) -> None:
-    found = check_shard(directory / shard.file)
+    found, _ = check_shard(directory / shard.file)
     if found != shard.tokens:
         raise LabError(
             f"shard {directory / shard.file} holds {found} tokens, the manifest says {shard.tokens}; "

@@ -22,7 +22,7 @@ from ..progress import ProgressLine
 from .corpus import corpus_name
 from .encoding import EncodedChunk, encoded
 from .manifest import MANIFEST, PROGRESS, SPLITS, Manifest, load_manifest
-from .shards import SplitWriter
+from .shards import SplitWriter, token_bytes
 from .sources import BuiltinSource, Chunk, Source
 from .tokenizer import DEFAULT_TOKENIZER, FOLDER, build_tokenizer, load_tokenizer, tokenizer_setting
 
@@ -232,7 +232,7 @@ def _run(
 ) -> None:
     """Tokenize what is left of the source, then write the manifest."""
     tokenizer = load_tokenizer(directory)
-    with _writers(directory, progress) as writers:
+    with _writers(directory, progress, token_bytes(tokenizer.vocab_size)) as writers:
         texts, size = source.chunks(progress.cursor), source.size()
         if size is not None and not progress.documents:
             texts = _first_cut(texts, progress.settings["validation"] * size)
@@ -247,9 +247,9 @@ def _run(
 
 
 @contextmanager
-def _writers(directory: Path, progress: _State) -> Iterator[Writers]:
+def _writers(directory: Path, progress: _State, width: int) -> Iterator[Writers]:
     size, streams = progress.settings["shard_tokens"], progress.streams or {}
-    writers = {split: SplitWriter(directory, split, size, streams.get(split)) for split in SPLITS}
+    writers = {split: SplitWriter(directory, split, size, streams.get(split), width) for split in SPLITS}
     try:
         yield writers
     finally:

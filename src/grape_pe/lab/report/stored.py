@@ -72,6 +72,16 @@ class Score(Stored):
     token: Number = None
 
 
+class Passkey(Stored):
+    """A `PasskeyScore` of an adapted model."""
+
+    length: int
+    depth: float
+    cases: int
+    exact: float
+    nats: float
+
+
 class Evaluation(Stored):
     """evaluation.json, of a run on text or on a task; also a line of results.jsonl."""
 
@@ -90,6 +100,7 @@ class Evaluation(Stored):
     by_position: Positions = Positions()
     extrapolation: list[LengthLoss] = []
     scores: list[Score] = []
+    passkey: list[Passkey] = []
 
     @property
     def at_budgets(self) -> dict[int, float | None]:

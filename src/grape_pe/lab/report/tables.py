@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..evaluate.benchmarks import METRICS, PAPER_TASKS, percent
+from .adapted_tables import BEFORE, before_table, passkey_table
 from .cells import BEST, NONE, Cell, Table, difference, interval, mean_only, number, short_count
 from .ranking import (
     budget_blocks,
@@ -25,7 +26,9 @@ SCORED = {"exact": "samples solved exactly", "token": "tokens of answers that ar
 
 def tables(results: Results) -> list[Table]:
     """Every table that has rows."""
-    makers = (ranking_table, budget_table, length_table, far_table, sweep_table, lm_table)
+    compared = (ranking_table, budget_table, length_table, far_table, sweep_table, lm_table)
+    adapted = (before_table, passkey_table, far_table, lm_table)
+    makers = adapted if any(arm.label == BEFORE for arm in results.arms) else compared
     made = [make(results) for make in makers]
     return [table.filled() for table in made if table and table.rows and table.heads]
 
