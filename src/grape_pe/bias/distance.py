@@ -59,11 +59,11 @@ class DistanceBias(Bias):
                 f"but its first is {self.first}"
             )
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         given = {"position_q": self.position_q, "table": self.table}
         return given if self.weight is None else given | {"weight": self.weight}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"position_k": self.position_k}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> DistanceBias:

@@ -36,7 +36,7 @@ class _Features(Bias):
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         super().check(batch, heads, queries, keys)
-        for tensors, tokens in ((self.views(), (1, queries)), (self.traces(), (keys,))):
+        for tensors, tokens in ((self.query_tensors(), (1, queries)), (self.key_tensors(), (keys,))):
             for name, x in tensors.items():
                 check_tensor(name, x, (1, batch), *self._shape(x, heads, tokens))
 
@@ -54,10 +54,10 @@ class _Features(Bias):
                 )
         return tile
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {f"query.{name}": tensor for name, tensor in self.query.items()}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {f"key.{name}": tensor for name, tensor in self.key.items()}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:

@@ -58,10 +58,10 @@ class PathBias(Bias):
         check_tensor("probe_k", self.probe_k, (1, batch), (probes,), (keys,), (features,))
         check_tensor("rate", self.rate, (1,), (heads,), (1,))
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {"probe_q": self.probe_q, "rate": self.rate}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"probe_k": self.probe_k}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> PathBias:

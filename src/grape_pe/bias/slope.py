@@ -33,10 +33,10 @@ class SlopeTerm(Bias):
     rate_k: Tensor | None = None
     counts: Literal["positions", "sum"] = "positions"
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {"c_q": self.c_q} | ({} if self.rate_q is None else {"rate_q": self.rate_q})
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:

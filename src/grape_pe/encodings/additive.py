@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..bias import DistanceBias, SlopeBias, SlopeTerm, TileBias
 from ..precision import working_dtype
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
-from .clock import Clock, Gate, softplus_inverse
 from .distance import over, whole_positions
 from .facts import GRAPE, Facts
+from .gated_cumsum import Gate, GatedCumsum, softplus_inverse
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -353,7 +353,7 @@ class PhaseSlope(SlopeEncoding):
         clocks = shape.heads if phase_per_head else 1
         # sigmoid stays below 1; a bias of 64 (divided by 16) starts it at 0.98
         bias = 64.0 if gate == "sigmoid" else softplus_inverse(1.0)
-        self.clock = Clock(shape.width, clocks, gate, bias)
+        self.clock = GatedCumsum(shape.width, clocks, gate, bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -392,7 +392,9 @@ class FoX(Encoding):
     def __init__(self, shape: HeadShape, *, forget_bias: float = 0.0) -> None:
         super().__init__(shape)
         assert shape.width is not None
-        self.clock = Clock(shape.width, shape.heads, "forget", forget_bias, 0.5 / math.sqrt(shape.width))
+        self.clock = GatedCumsum(
+            shape.width, shape.heads, "forget", forget_bias, 0.5 / math.sqrt(shape.width)
+        )
 
     def reset_parameters(self) -> None:
         self.clock.reset_parameters()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..bias.distance import Profile
 from .base import HeadShape, Tokens, own_parameter
-from .clock import softplus_inverse
 from .distance import ProfileEncoding, over
 from .facts import Facts
+from .gated_cumsum import softplus_inverse
 
 KERPLE = "Chi et al., 2022, KERPLE, arXiv:2205.09921"
 

@@ -23,9 +23,9 @@ from ..groups import (
 from ..groups.rotation import Layout, angle_tables, turn_halves
 from ..precision import exact_dtype, ignores_autocast
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
-from .clock import Clock, Gate, softplus_inverse
 from .facts import GRAPE, Facts
 from .frequencies import Axes, Frequencies, Spectrum, log_uniform
+from .gated_cumsum import Gate, GatedCumsum, softplus_inverse
 from .scaling import read_scaling
 
 
@@ -287,7 +287,9 @@ class ContextualRotary(PlanesEncoding):
             self.rotary_heads if phase_per_head else 1,
             max(count, 1) if phase_per_plane else 1,
         )
-        self.clock = Clock(shape.width, self.clocks[0] * self.clocks[1], gate, bias=softplus_inverse(1e-3))
+        self.clock = GatedCumsum(
+            shape.width, self.clocks[0] * self.clocks[1], gate, bias=softplus_inverse(1e-3)
+        )
         self.frequencies = Frequencies(count, base=base, spectrum=spectrum, learned=learned)
 
     def reset_parameters(self) -> None:

@@ -330,7 +330,7 @@ def assert_nonpositive(enc: Encoding, data: Sample | None = None) -> None:
 
 
 def assert_streaming(enc: Encoding, data: Sample | None = None, cuts: Sequence[int] = (1, 4, 5)) -> None:
-    """Tokens fed in pieces, state and key-side traces carried along, score as if fed at once.
+    """Tokens fed in pieces, state and key-side tensors carried along, score as if fed at once.
 
     Args:
         enc: the encoding.
