@@ -28,7 +28,7 @@ SLURM = {
 }
 TRIES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 COMMANDS = {
-    "grape": f'[ "$*" = "recipes --rows" ] && exec cat "$ROWS"; exec {shlex.quote(sys.executable)} -m grape_pe.cli "$@"',
+    "grape": '[ "$*" = "recipes --rows" ] && exec cat "$ROWS"; exec "$PYTHON" -m grape_pe.cli "$@"',
     "torchrun": f'echo "{TRIES}=${TRIES} $*" >> "$SAID"; eval "$WORK"',
     "srun": 'exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo n1; else echo "scontrol $*" >> "$SAID"; fi',
@@ -45,6 +45,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SAID", str(tmp_path / "said"))
     monkeypatch.setenv("WORK", "true")
     (tmp_path / "rows").write_text(describe_rows(8))
+    monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("ROWS", str(tmp_path / "rows"))
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)

@@ -15,8 +15,12 @@ from .facts import Facts
 class CoPE(Encoding):
     """b(t, j) = <q_t, e[p_tj]>, p_tj = sum for l = j … t of sigmoid(scale <q_t, k_l>); computed by blocks.
 
-    e is interpolated between whole p and ends at `positions` - 1, the last embedding; it starts at 0 and all heads
-    share it. Gates read q and k before any rotation. For keys after the query p is 0. A cache keeps k twice.
+    e is interpolated between whole p; it starts at 0 and all heads share it. Gates read q and k before any rotation.
+    For keys after the query p is 0. A cache stores k twice.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        positions: number of embeddings; larger p use the last one.
     """
 
     nonpositive = False

@@ -21,9 +21,14 @@ from .kerple import Kerple
 class DAPE(Encoding):
     """b = B + f(scale <q, k>, B), B the bias of `kerple-log` or `-power`, f over all heads; computed by blocks.
 
-    f is a network of one hidden layer of `hidden` units, LeakyReLU, from the scores and biases of all heads to a
-    number for each; its last constants are left out, because softmax ignores them. It reads scores before any
-    rotation. A cache keeps k twice.
+    f is a network of one hidden layer, LeakyReLU, from the scores and biases of all heads to a number for each; its
+    last constants are left out, because softmax ignores them. It reads scores before any rotation.
+    A cache stores k twice.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        kernel: "log" or "power".
+        hidden: units of the network.
     """
 
     nonpositive = False

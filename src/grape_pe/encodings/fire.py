@@ -21,8 +21,12 @@ class FIRE(Encoding):
     """b(t, j) = f_h(psi(|n_t - n_j|) / psi(max(L, n_t))), psi(x) = log(1 + c x); computed by blocks.
 
     f is a network of one hidden layer, shared by the heads up to its last weights; its last constants are left out,
-    because softmax ignores them. c and L are learned. Options: `hidden`, the units of the network; `length`, the
-    initial L, and so the length up to which all queries divide by the same number.
+    because softmax ignores them. c and L are learned.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        hidden: units of the network.
+        length: initial L, the length up to which all queries divide by the same number.
     """
 
     nonpositive = False

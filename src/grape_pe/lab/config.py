@@ -202,6 +202,7 @@ def load(
     """A shipped recipe by name, a YAML file or a mapping (which may name a `base`), with overrides.
 
     Args:
+        recipe: a name, a YAML file or a mapping.
         overrides: dotted names to values, such as {"train.steps": 500}; strings are read as YAML.
     """
     try:

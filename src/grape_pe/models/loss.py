@@ -120,7 +120,8 @@ def cross_entropy(
     """Mean cross entropy of `hidden @ weight.T` against `targets`, in float32.
 
     Args:
-        hidden: (…, C) last hidden states. weight: (V, C) the head.
+        hidden: (…, C) last hidden states.
+        weight: (V, C) weight of the head.
         targets: (…) integer, -100 where nothing is to be predicted.
         count: what to divide the sum by; the number of targets unless given.
     """

@@ -51,7 +51,10 @@ def compare(
     """Run what is missing of a comparison and write its results and report; returns the report's path.
 
     Args:
+        comparison: from `load_comparison`.
+        out: the directory of the results.
         side_by_side: runs at once; 0 for one on each GPU, or else one on each core.
+        quiet: no progress line.
         start: a file of `grape report --jsonl`; the runs in it count as done.
     """
     root = Path(out)

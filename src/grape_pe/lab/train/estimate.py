@@ -78,6 +78,13 @@ class Estimate:
 
 
 def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
+    """Count without allocating: the model is built on meta.
+
+    Args:
+        config: the recipe.
+        vocab_size: tokens of the vocabulary.
+        ranks: number of processes.
+    """
     with torch.device("meta"):
         model = Decoder(config.decoder(vocab_size))
     return _Counter(config, model, ranks).estimate()

@@ -46,7 +46,18 @@ from .unread import Taken, Unread
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after `step` steps, by itself or by a signal; figures of this process's share."""
+    """How a run ended: after `step` steps, by itself or by a signal; figures of this process's share.
+
+    Args:
+        directory: the run's directory.
+        step: the last step.
+        validation_loss: at the end; None if it was not measured.
+        best_loss: the lowest validation loss.
+        tokens_per_second: training speed.
+        seconds: time spent in training.
+        peak_memory_bytes: largest memory of this process.
+        signal: the signal that stopped the run; 0 if it ended by itself.
+    """
 
     directory: Path
     step: int
@@ -69,7 +80,9 @@ def train(
     """Train, or continue, the run in the directory `out`.
 
     Args:
-        resume: continue from the newest checkpoint there; from nothing, start.
+        config: the recipe, from `load`.
+        out: the run's directory.
+        resume: continue from the newest checkpoint in `out`; without a checkpoint, start fresh.
         quiet: no progress line.
         start: begin from this checkpoint of another run, which must have run as this one would have.
     """
