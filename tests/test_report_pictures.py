@@ -32,7 +32,7 @@ def test_every_encoding_has_a_picture(name):
     figures = {figure.key: figure for figure in picture_figures(found, LOOK, "p")}
     assert {"p-heatmap", "p-reach"} <= figures.keys()
     assert bool(found["bias"]) == ("p-bias" in figures)
-    rotates = name.startswith(("rope", "grape-m", "liere"))
+    rotates = name.startswith(("rope", "grape-m", "liere", "string", "xpos"))
     assert rotates == ("p-kernel" in figures) == ("p-spectrum" in figures)
     assert bool(found["bias"]) or found["heatmap_of"] == "attention"
 
