@@ -1,6 +1,6 @@
 """Decoding: milliseconds a token with a long cache, per encoding, as ratios in one run.
 
-    python benchmarks/decode.py [--contexts 1024 8192 65536] [--batches 1 8] [--json FILE]
+    python benchmarks/decode.py [--encodings NAME …] [--contexts 1024 8192 65536] [--batches 1 8] [--json FILE]
 
 One attention layer, 8 heads of 64. Each round, every contestant appends one token to its own cache and
 attends from it. Contestants: our cache with each encoding; rope through Hugging Face's `DynamicCache` and
@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -75,9 +75,9 @@ def recompute(batch: int, context: int) -> Step:
     return step
 
 
-def check() -> None:
+def check(names: Sequence[str]) -> None:
     """Every contestant's cache against the reference on a short stream."""
-    for name in ENCODINGS:
+    for name in names:
         torch.manual_seed(0)
         enc = grape.build(name, heads=HEADS, head_dim=DIM, width=WIDTH)
         q, k, v, x = tokens(1, 2200, 1)
@@ -90,8 +90,8 @@ def check() -> None:
         assert (got - want).abs().max() < 1e-5, f"{name} decodes something else than it trains"
 
 
-def measure(context: int, batch: int, rounds: int) -> dict[str, list[float]]:
-    steps: dict[str, Step] = {name: ours(name, batch, context, context + rounds + 2) for name in ENCODINGS}
+def measure(names: Sequence[str], context: int, batch: int, rounds: int) -> dict[str, list[float]]:
+    steps: dict[str, Step] = {name: ours(name, batch, context, context + rounds + 2) for name in names}
     steps["rope (HF DynamicCache)"] = huggingface(batch, context)
     if context <= 8192 and batch == 1:
         steps["rope (recomputed)"] = recompute(batch, context)
@@ -126,17 +126,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--encodings", nargs="+", default=list(ENCODINGS), metavar="NAME", help="besides rope"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args(argv)
-    check()
+    names = list(dict.fromkeys(["rope", *options.encodings]))
+    check(names)
     print(f"milliseconds a token, {HEADS} heads of {DIM}, float32, {torch.get_num_threads()} threads")
     rows = []
     for context in options.contexts:
         for batch in options.batches:
-            rows += report(context, batch, measure(context, batch, options.rounds))
+            rows += report(context, batch, measure(names, context, batch, options.rounds))
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"torch": torch.__version__, "rows": rows}, file, indent=2)

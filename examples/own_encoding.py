@@ -34,7 +34,8 @@ class LogDistance(grape.Encoding):
     def encode(self, tokens: grape.Tokens, state: None) -> grape.Encoded:
         place = tokens.positions.unsqueeze(1)  # (B|1, 1, T, 1)
         rate = self.rate.abs().view(1, -1, 1, 1).expand(1, -1, tokens.q.shape[2], 1)  # (1, H, T, 1)
-        bias = grape.TileBias(log_distance, {"place": place, "rate": rate}, {"place": place})
+        features = {"place": place, "rate": rate}, {"place": place}  # of queries and of keys
+        bias = grape.TileBias(log_distance, *features, pairwise=True, positions=("place",))
         return grape.Encoded(tokens.q, tokens.k, bias)
 
 

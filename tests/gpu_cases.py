@@ -13,12 +13,12 @@ from grape_pe.attention import problem as problem_module
 from grape_pe.attention.masks import Masks
 from grape_pe.attention.problem import AttentionProblem
 from grape_pe.attention.reference import attend_reference
-from grape_pe.bias import Bias, NoBias, PathBias, SlopeBias, SlopeTerm
+from grape_pe.bias import Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm
 
 
 @dataclass(frozen=True)
 class Case:
-    bias: str = "none"  # of: slope, slope2 (two terms), alibi, path, bounded, joined by +
+    bias: str = "none"  # of: slope, slope2 (two terms), alibi, path, bounded, table, mixed, joined by +
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 64
     value_dim: int | None = None
@@ -34,6 +34,8 @@ class Case:
     padding: bool = False
     prune: Any = None
     steep: float = 1.0
+    beyond: Any = "last"  # of a table at the distances -10 … 49
+    gaps: bool = False  # whether positions jump, and repeat
     lse: bool = False  # whether the loss uses the logsumexp too
     seed: int = 0
 
@@ -77,7 +79,21 @@ class Case:
             made["probe_q"] = normal(b, self.probe_heads, tq, 8, dtype=torch.float32)
             made["probe_k"] = normal(b, self.probe_heads, tk, 8, dtype=torch.float32)
             made["rate"] = self.steep * (0.25 + uniform(1, h, 1))
+        if "table" in self.bias or "mixed" in self.bias:
+            tables = 2 if "mixed" in self.bias else 1
+            made["table"] = normal(1, 1 if tables == 1 else h, 1, tables, 60, dtype=torch.float32)
+            if tables > 1:
+                made["mix"] = normal(b, h, tq, tables, dtype=torch.float32)
         return made
+
+    def positions(self, device: torch.device) -> Tensor:
+        """(B, 1, max(Tq, Tk)): far from zero; they start again with each document, or jump and repeat."""
+        at = torch.arange(max(self.keys, self.queries), device=device)
+        if self.documents:
+            at = at % 47
+        if self.gaps:
+            at = at + at // 29 * 5 - at // 50
+        return at + 2**33 * torch.arange(1, self.batch + 1, device=device)[:, None, None]
 
     def cast(self, made: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Coordinates stay float64, rates and probes never go below float32."""
@@ -100,6 +116,13 @@ class Case:
         if "rate" in leaves:
             link: Any = "bounded" if "bounded" in self.bias else "logsigmoid"
             bias = bias + PathBias(leaves["probe_q"], leaves["probe_k"], leaves["rate"], link)
+        if "table" in leaves:
+            places = self.positions(leaves["q"].device)
+            sides = (
+                places[..., max(self.keys - self.queries, 0) :][..., : self.queries],
+                places[..., : self.keys],
+            )
+            bias = bias + DistanceBias(*sides, leaves["table"], leaves.get("mix"), -10, self.beyond)
         return bias
 
     def masks(self, device: str = "cpu") -> Masks:

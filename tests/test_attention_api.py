@@ -105,7 +105,7 @@ def test_torchs_own_attention_refuses_a_later_chunk():
         ({"cu_seqlens": torch.tensor([0, 20]), "documents": torch.zeros(20, dtype=torch.long)}, "give one"),
         ({"documents": torch.zeros(3, dtype=torch.long)}, "integer ids of shape"),
         ({"key_padding": torch.zeros(2, 20)}, "must be bool"),
-        ({"window": 3, "sinks": 1.5}, "an integer sinks"),
+        ({"window": 3, "sinks": 1.5}, "sinks must be a number of first tokens, an integer"),
         ({"key_bound": torch.ones(2, 2, dtype=torch.long)}, "key_bound must be floating"),
         ({"documents": [0] * 20}, "documents must be a torch.Tensor, got list"),
         ({"cu_seqlens": [0, 20]}, "cu_seqlens must be a torch.Tensor, got list"),

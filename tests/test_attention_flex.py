@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from attention_cases import BIASES, SLOPES, cast, compare, evaluate, inputs, one_thread, rounded  # noqa: F401
+from attention_cases import BIASES, SLOPES, _table, cast, compare, evaluate, inputs, one_thread, rounded  # noqa: F401
 from grape_pe.attention import attend, flex
 from grape_pe.attention.flex import _score_mod, _slopes, _visible
 from grape_pe.attention.masks import Masks
@@ -47,8 +47,18 @@ def test_by_mask_and_dtype(uncompiled, kind, dtype, masks):
     check(kind, 100, dtype, masks)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("masks", ({}, ALL, {"causal": False}), ids=("causal", "all", "full"))
+@pytest.mark.parametrize("kind", ("table", "mixed", "profile", "beyond"))
+def test_tables_over_distances(uncompiled, monkeypatch, kind, masks):
+    monkeypatch.setitem(BIASES, "beyond", lambda i: _table(i, True, -30, "-inf"))
+    check(kind, 100, torch.float32, masks)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, masks", [("terms", {}), ("a-qk", ALL), ("none", {"causal": False})])
+@pytest.mark.parametrize(
+    "kind, masks", [("mixed", ALL), ("terms", {}), ("a-qk", ALL), ("none", {"causal": False})]
+)
 def test_compiled_inference(kind, masks):
     check(kind, 100, torch.float32, masks)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import grape_pe as grape
 from grape_pe import testing
+from grape_pe.bias import ScoreBias
 from grape_pe.layers import KVShift
 
 EXACT = testing.TOL[torch.float64]
@@ -178,7 +179,23 @@ def test_sinks_outlive_the_window(name: str, data):
             start = stop
 
 
-@pytest.mark.parametrize("name", ["grape-ap", "path", "rope+grape-ap"])
+class ByIndex(grape.Encoding):
+    """A bias of the tokens' indices, which are others once tokens in between are dropped."""
+
+    def encode(self, tokens: grape.Tokens, state: None) -> grape.Encoded:
+        zero = tokens.q.new_zeros(1, 1, tokens.q.shape[2])
+        bias = ScoreBias(lambda t, j, query, key: 0.5 * (j - t) + key["zero"], {"zero": zero}, {"zero": zero})
+        return grape.Encoded(tokens.q, tokens.k, bias)
+
+
+def test_sinks_are_refused_for_a_function_of_indices():
+    enc = ByIndex(grape.HeadShape(2, 4, 2))
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    with pytest.raises(ValueError, match="without sinks"):
+        grape.StreamingCache(enc, window=4, sinks=1).append(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["grape-ap", "path", "rope+grape-ap", "cope"])
 def test_sinks_are_refused_where_the_tokens_between_count(name: str):
     cache = grape.StreamingCache(build(name), window=4, sinks=1)
     data = testing.sample(cache.encoding)
@@ -251,7 +268,7 @@ def test_rebasing_is_exact_or_refused(name: str):
         first, rest = data.cut(slice(0, 6)), data.cut(slice(6, 9))
         cache.attend(first.q, first.k, first.v, x=first.x, positions=first.positions + 100)
         before = {key: value.clone() for key, value in cache.tokens.stored().items()}
-        if name in ("grape-ap", "path", "logn"):
+        if name in ("grape-ap", "path", "logn", "fire"):
             with pytest.raises(ValueError, match="cannot be moved"):
                 cache.rebase(90)
             assert all(torch.equal(value, before[key]) for key, value in cache.tokens.stored().items())
@@ -377,9 +394,9 @@ def test_misuse_is_refused_and_changes_nothing(words: str):
 def test_bad_settings_and_lost_history_are_named():
     enc = build("rope")
     for options, words in (
-        ({"window": 0}, "window must be at least 1"),
+        ({"window": 0}, "window must be None or the number of tokens"),
         ({"sinks": 2}, "set window"),
-        ({"rollback": -1}, "must be >= 0"),
+        ({"rollback": -1}, "rollback 0 or more"),
     ):
         with pytest.raises(ValueError, match=words):
             grape.StreamingCache(enc, **options)

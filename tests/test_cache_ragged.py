@@ -278,7 +278,9 @@ def test_inference_mode_and_no_grad_write_to_the_same_cache():
     assert cache.length == 12 and fresh.length == 2
 
 
-@pytest.mark.parametrize("name", ["rope", "fox", "grape-m-ctx", "grape-ap", "grape-a-qk", "path"])
+@pytest.mark.parametrize(
+    "name", ["rope", "fox", "grape-m-ctx", "grape-ap", "grape-a-qk", "path", "t5", "relative", "sandwich"]
+)
 def test_a_step_reads_no_values(name, monkeypatch):
     """On a GPU every such read waits for the device."""
     cache, data = filled(name, tokens=20, shift=KVShift(WIDTH, KV).double())

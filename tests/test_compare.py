@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data_cases import in_a_child
 from grape_pe.cli import main
 from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.compare.comparison import jobs, join_directory, load_comparison
@@ -22,6 +23,7 @@ from grape_pe.lab.compare.job import run_job
 from grape_pe.lab.compare.run import compare
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
+from grape_pe.lab.files import write_json
 from grape_pe.lab.report import read_results, table
 from grape_pe.lab.train.optimization import initialise
 from grape_pe.lab.written import split_names
@@ -149,12 +151,17 @@ def test_arms_have_encodings_by_layer(corpus, tmp_path):
 
 def test_a_comparison_prints_its_note_and_shipped_results(corpus, tmp_path, monkeypatch, capsys):
     shipped = Path(__file__).parent.parent / "docs" / "assets" / "results-small.jsonl"
-    monkeypatch.setattr("grape_pe.lab.config.shipped_evidence", lambda name: shipped)
+    monkeypatch.setattr(
+        "grape_pe.lab.report.reading.shipped_evidence", lambda name: shipped if name else None
+    )
     settings = [x for key, value in {**TINY, "data.source": corpus}.items() for x in (f"--{key}", str(value))]
     assert main(["compare", "demo", "--encodings", "rope", "--out", str(tmp_path / "out"), *settings]) == 0
     printed = capsys.readouterr().out
     assert "How little this shows" in printed
-    assert "Shipped results of grape compare small" in printed and "grape-a-qk" in printed
+    assert "Shipped results of grape compare results-small" in printed and "grape-a-qk" in printed
+    page = (tmp_path / "out/report.html").read_text()
+    assert "How little this shows" in page and 'id="table-shipped"' in page
+    assert main(["report", str(tmp_path / "out")]) == 0 and "Shipped results" in capsys.readouterr().out
 
 
 def test_arms_in_files_set_more_than_the_encoding(tmp_path):
@@ -288,6 +295,52 @@ def test_a_probe_is_trained_and_scored(tmp_path):
     (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["task"] == "copy" and len({score["length"] for score in found["scores"]}) == 5
+
+
+def _measured(tasks, _places, _tick):
+    """In the place of the runs: their results alone."""
+    for task in tasks:
+        _, job, _, root = task.arguments
+        place = job.directory(root) / "evaluation.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, {"label": job.arm.label, "seed": job.seed, "val_loss": job.trial or 1.0})
+
+
+def _compare_and_die(comparison, out: Path, moment: int) -> None:
+    """In a child process: SIGKILL at the so-many-th of the calls that touch the disk for good."""
+    left = moment
+
+    def deadly(real):
+        def call(*arguments, **more):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **more)
+
+        return call
+
+    for name in ("replace", "fsync"):
+        setattr(os, name, deadly(getattr(os, name)))
+    compare(comparison, out, quiet=True)
+    os._exit(0)
+
+
+def test_killed_at_each_single_moment_of_its_own_files(corpus, tmp_path, monkeypatch):
+    """A file that a kill leaves half written (it was compare.json) keeps nobody from going on."""
+    monkeypatch.setattr("grape_pe.lab.compare.run.run_side_by_side", _measured)
+    monkeypatch.setattr("grape_pe.lab.compare.run.write_report", lambda _, out: out)
+    comparison = tiny(corpus, arms=["rope", "fox"], sweep=[1e-3, 2e-3])
+    compare(comparison, tmp_path / "whole", quiet=True)
+    whole = (tmp_path / "whole/results.jsonl").read_text()
+    for moment in range(1, 99):
+        out = tmp_path / f"broken{moment}"
+        code = in_a_child(_compare_and_die, comparison, out, moment)
+        compare(comparison, out, quiet=True)
+        assert (out / "results.jsonl").read_text() == whole
+        if code == 0:
+            break
+    assert moment > 15
 
 
 def command(corpus: Path, out: Path) -> list[str]:

@@ -30,14 +30,15 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
         yield
 
 
-@given(tokens_of_a_shard)
-def test_round_trip(tokens: list[int]) -> None:
+@pytest.mark.parametrize("width, magic, version", [(2, 20240520, 1), (4, 20240801, 7)])
+@given(tokens=tokens_of_a_shard)
+def test_round_trip(tokens: list[int], width: int, magic: int, version: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "a.bin")
-        write_shard(path, np.array(tokens, dtype=np.uint16))
+        write_shard(path, np.array(tokens, dtype=f"u{width}"))
         assert read_shard(path).tolist() == tokens
-        assert path.stat().st_size == HEADER_BYTES + 2 * len(tokens)
-        assert np.fromfile(path, dtype="<i4", count=3).tolist() == [20240520, 1, len(tokens)]
+        assert path.stat().st_size == HEADER_BYTES + width * len(tokens)
+        assert np.fromfile(path, dtype="<i4", count=3).tolist() == [magic, version, len(tokens)]
 
 
 documents = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=8)
@@ -108,7 +109,7 @@ def _shrink(path: Path) -> None:
         (_truncate, "is truncated: expected 1224 bytes for 100 tokens, got 1204"),
         (lambda path: path.write_bytes(b"short"), "its header takes 1024 bytes, the file has 5"),
         (lambda path: path.write_bytes(path.read_bytes() + b"xy"), "is too long: expected 1224 bytes"),
-        (lambda path: _edit(path, 0, b"\0\0\0\0"), "magic number must be 20240520, got 0"),
+        (lambda path: _edit(path, 0, b"\0\0\0\0"), "magic number must be 20240520 or 20240801, got 0"),
         (lambda path: _edit(path, 4, b"\2"), "has version 2; this library reads version 1"),
         (_shrink, "holds 3 tokens, the manifest says 100"),
         (Path.unlink, "No such file"),

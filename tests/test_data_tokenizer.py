@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,15 @@ pytest.importorskip("tokenizers")
 
 import tokenizers
 
-from grape_pe.lab.data import default_tokenizer, hf_tokenizer, load_tokenizer
+from grape_pe.lab.data import (
+    default_tokenizer,
+    hf_tokenizer,
+    load_tokenizer,
+    open_dataset,
+    open_source,
+    prepare,
+    verify,
+)
 from grape_pe.lab.data.tokenizer import build_tokenizer, tokenizer_setting
 from grape_pe.lab.errors import LabError
 
@@ -87,12 +96,25 @@ def _word_tokenizer(path: Path, vocabulary: dict[str, int]) -> str:
     return str(path)
 
 
+def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
+    words = ["w0", "b" * 300, "c" * 300]
+    name = _word_tokenizer(tmp_path, {"<|endoftext|>": 0, "w0": 1, words[1]: 65535, words[2]: 65536})
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(words[1 + number % 2])
+    source = open_source([str(tmp_path / f"{number}.txt") for number in range(8)])
+    data = open_dataset(
+        prepare(source, tmp_path / "data", tokenizer=name, validation=0.5, show_progress=False)
+    )
+    found = {t for shard in data.manifest.shards for t in data.read(shard, 0, shard.tokens).tolist()}
+    assert found == {0, 65535, 65536} and all(fault is None for _, fault in verify(data.directory))
+    numbers = np.fromfile(data.directory / data.manifest.shards[0].file, dtype="<i4", count=3)
+    assert numbers.tolist()[:2] == [20240801, 7]
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _refused("bpe-256", "bpe-N takes N from 257 (256 bytes and an end token) to 65536, got 256")
     _refused("bpe-65537", "got 65537")
     _refused(str(tmp_path), "it needs tokenizer.json, or vocab.json and merges.txt")
-    big = _word_tokenizer(tmp_path, {"<|endoftext|>": 0, "w0": 65536})
-    _refused(big, "has 65537 tokens; shards of 16 bits can hold 65536")
     nameless = _word_tokenizer(tmp_path, {"w0": 0, "stop": 1})
     _refused(nameless, "has no end token: none of <|endoftext|>,")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "stop"}}')

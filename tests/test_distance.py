@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from grape_pe.attention import attend, record_pruning
 from grape_pe.attention.cpu import build as native
 from grape_pe.bias import DistanceBias
 from grape_pe.encodings.t5 import t5_bucket
+from grape_pe.precision import readable
 
 SHAPE = {"heads": 3, "head_dim": 8}
 NAMES = ("t5", "kerple-log", "kerple-power", "sandwich", "relative")
@@ -222,6 +224,24 @@ def test_a_query_whose_keys_are_all_beyond_minus_infinity_gives_zeros(impl):
     assert bool(table.grad.isfinite().all())
 
 
+def test_the_last_queries_of_one_may_be_none():
+    """The table is not a tensor of queries, though it has one entry where they stand."""
+    q = torch.randn(1, 3, 1, 8)
+    bias = made("relative", reach=4)(q, q).bias.queries(slice(1, 1))
+    assert bias.query_length == 0 and attend(q[:, :, :0], q, q, bias=bias).shape == (1, 3, 0, 8)
+
+
+def test_the_table_of_a_batch_is_as_long_as_its_longest_sequence():
+    """Not as the distance from one sequence to another, of which there is none."""
+    at = torch.arange(9.0) + torch.tensor([[0.0], [5e6]])
+    enc, q = made("kerple-log"), torch.randn(2, 3, 9, 8)
+    bias = enc(q, q, positions=at).bias
+    assert bias.span() == (-8, 8) and bias.resolved().table.shape[-1] == 17
+    for b in range(2):
+        alone = enc(q[b:], q[b:], positions=at[b]).bias
+        assert torch.equal(bias.resolved().dense()[b], alone.dense()[0])
+
+
 @pytest.mark.parametrize("name", (*NAMES, "alibi"))
 def test_streaming_with_a_gap_is_the_full_computation(name):
     enc = made(name, **({"both": True} if name == "alibi" else {}))
@@ -248,12 +268,17 @@ def test_positions_between_whole_numbers_are_refused(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_implementation_that_cannot_says_so(name):
-    """The Triton kernels compute no table: they refuse by name, and `auto` takes an exact one."""
+    """They refuse by name, and `auto` takes an exact one."""
     q = torch.randn(1, 3, 5, 8)
     bias = grape.build(name, **SHAPE)(q, q).bias
-    for impl in ("triton", "flex", "sdpa"):
-        with pytest.raises(ValueError, match="DistanceBias"):
-            attend(q, q, q, bias=bias, impl=impl)
+    given = q.clone().requires_grad_()
+    for impl, reason in (
+        ("triton", "CUDA"),
+        ("flex", "gradients of a DistanceBias"),
+        ("sdpa", "DistanceBias"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            attend(given, q, q, bias=bias, impl=impl)
     two = bias + grape.build("t5", **SHAPE)(q, q).bias
     with pytest.raises(ValueError, match="one DistanceBias, and the bias has several"):
         attend(q, q, q, bias=two, impl="cpu")
@@ -283,6 +308,15 @@ def test_torch_func_and_compile(name):
     assert (z - y).abs().max() < 1e-5 and (again.grad - plain.grad).abs().max() < 1e-4
     for want, p in zip(grads, enc.parameters(), strict=True):
         assert (p.grad - want).abs().max() < 1e-4 * (1 + want.abs().max())
+
+
+def test_no_position_is_read_while_a_graph_is_captured(monkeypatch):
+    """A read would end the capture; attention then takes an implementation without the table."""
+    on_device = SimpleNamespace(is_meta=False, is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not readable(on_device) and readable(torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert readable(on_device)
 
 
 def test_half_precision_layers():

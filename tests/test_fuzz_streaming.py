@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import grape_pe as grape
+from grape_pe.attention import decode
+from grape_pe.cache.static import StaticLayout
 from grape_pe.cache.table import TokenTable
 from grape_pe.testing.fuzz import run
 from grape_pe.testing.fuzz.streaming import check
@@ -40,4 +43,21 @@ def test_padding_left_in_place_is_noticed(monkeypatch):
 @pytest.mark.parametrize("name", ["hidden"])
 def test_a_visible_empty_slot_is_noticed(monkeypatch, name):
     monkeypatch.setattr(TokenTable, name, lambda self, last=None: None)
+    assert fails(60)
+
+
+def test_a_skipped_key_is_noticed(monkeypatch):
+    right = decode._first_keys
+
+    def one_more(q, k, *rest):
+        first = right(q, k, *rest)
+        return None if first is None else [min(key + 1, k.shape[2] - 1) for key in first]
+
+    monkeypatch.setattr(decode, "_first_keys", one_more)
+    assert fails(60)
+
+
+def test_a_static_cache_that_shows_too_much_is_noticed(monkeypatch):
+    right = StaticLayout.visible
+    monkeypatch.setattr(StaticLayout, "visible", lambda self, *limits: torch.ones_like(right(self, *limits)))
     assert fails(60)

@@ -177,7 +177,7 @@ NEW = {
 
 
 #: all their parameters start as random numbers
-RANDOM = ("liere", "t5", "kerple-log", "kerple-power", "relative")
+RANDOM = ("liere", "t5", "kerple-log", "kerple-power", "relative", "dape")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,10 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from grape_pe.lab.errors import LabError
 from grape_pe.lab.evaluate.lengths import stream_losses
 from grape_pe.testing import TOL
 from lab_runs import TEXT
+from test_adapt_families import CASES, stir, stock
 
 SIZES = {
     "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -124,6 +129,38 @@ def test_a_killed_run_goes_on_to_the_same_weights(material, tmp_path, monkeypatc
     assert ends[0]["extrapolation"] == ends[1]["extrapolation"] and ends[0]["val_loss"] == ends[1]["val_loss"]
 
 
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(material, tmp_path):
+    """With SIGKILL, in a process of its own, as often as it takes to end."""
+    more = [*BUDGET[:2], "--steps", "40", "--batch", "2", "--checkpoint-every", "2", "--eval-every", "20",
+            "--lengths", "1,2", "--eval-tokens", "64", "--quiet"]  # fmt: skip
+    assert run(material, tmp_path / "whole", budget=more) == 0
+    out, kills = tmp_path / "cut", 0
+    given = [
+        "adapt",
+        material / "model",
+        "--encoding",
+        "rope+grape-ap",
+        "--data",
+        material / "text",
+        "--out",
+        out,
+    ]
+    while not (out / "result.json").exists():
+        done = len(list(out.glob("checkpoints/step-*"))) and int(max(out.glob("checkpoints/step-*")).name[5:])
+        process = subprocess.Popen([sys.executable, "-m", "grape_pe.cli", *map(str, given), *more])
+        while process.poll() is None and kills < 3:
+            at = [int(path.name[5:]) for path in out.glob("checkpoints/step-*")]
+            if at and max(at) >= done + 6:
+                process.kill()
+                kills += 1
+            time.sleep(0.02)
+        assert process.wait() in (0, -9)
+    assert kills >= 1
+    for name in ("final/model.safetensors", "picture.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (out / name).read_bytes()
+
+
 def test_lora_is_merged_and_trains_the_encoding_too(material, tmp_path):
     assert run(material, tmp_path / "out", "--lora", "2", encoding="rope+fox") == 0
     before, after = weights(material / "model"), weights(tmp_path / "out" / "final")
@@ -142,9 +179,15 @@ def test_checkpoints_hold_the_trained_parameters_only(finished):
     assert names and all("encoding" in name for name in names)
 
 
-def test_a_sweep_compares_encodings_and_takes_more_later(material, tmp_path):
+def test_a_sweep_compares_encodings_and_takes_more_later(material, tmp_path, monkeypatch, capsys):
     out = tmp_path / "sweep"
+    measured = []
+    before = AdaptTrainer._measure_lengths
+    monkeypatch.setattr(
+        AdaptTrainer, "_measure_lengths", lambda self, done: (measured.append(done), before(self, done))
+    )
     assert run(material, out, "--sweep", "rope,rope+alibi", "--train", "all", encoding=None) == 0
+    assert measured == [0, 3, 6, 3, 6]  # what is the same before training is measured once
     done = (out / "rope" / "result.json").stat().st_mtime_ns
     assert run(material, out, "--sweep", "rope,rope+alibi,rope+fox", "--train", "all", encoding=None) == 0
     assert (out / "rope" / "result.json").stat().st_mtime_ns == done
@@ -156,6 +199,32 @@ def test_a_sweep_compares_encodings_and_takes_more_later(material, tmp_path):
         for name in ("rope", "rope+alibi", "rope+fox")
     }
     assert max(losses.values()) - min(losses.values()) < TOL[torch.float32]
+    capsys.readouterr()
+    assert main(["report", str(out / "results.jsonl"), "--markdown"]) == 0
+    table = capsys.readouterr().out
+    for arm in ("before", "rope", "rope+alibi", "rope+fox"):
+        found = json.loads((out / ("rope" if arm == "before" else arm) / "evaluations" /
+                            f"step-0000000{0 if arm == 'before' else 6}.json").read_text())  # fmt: skip
+        loss = next(e["loss"] for e in found["extrapolation"] if (e["length"], e["window"]) == (64, None))
+        assert re.search(rf"\| `{re.escape(arm)}` \|.*\b{loss:.3f}\b", table)
+
+
+def test_other_frequencies_are_measured_before_training_too(material, tmp_path):
+    """An arm whose logits change at once does not take the losses before training from another."""
+    out, more = tmp_path / "out", ("--train", "all", "--passkey", "1", "--eval-tokens", "256")
+    budget = [*BUDGET[:2], "--steps", "1", "--lengths", "16", "--quiet"]
+    arms = "rope[scaling=linear:4],rope,rope+fox"
+    assert run(material, out, "--sweep", arms, *more, encoding=None, budget=budget) == 0
+    losses = {
+        arm: json.loads((out / arm / "evaluations/step-00000000.json").read_text())["val_loss"]
+        for arm in ("rope[scaling=linear:4]", "rope", "rope+fox")
+    }
+    assert losses["rope"] == losses["rope+fox"] != losses["rope[scaling=linear:4]"]
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
+    before = {line["label"]: line for line in lines}["before"]
+    assert before["val_loss"] == losses["rope"]
+    assert [len(line["passkey"]) for line in lines] == [5, 5, 5, 5]
+    assert "256 tokens" in (out / "report.html").read_text()
 
 
 YARN = "rope[scaling={type: yarn, factor: 4}]"
@@ -206,6 +275,7 @@ def test_export_writes_a_stock_model_with_the_same_logits(material, tmp_path):
 BAD = {
     "other rotation": (("--encoding", "grape-m-ctx"), "would change the logits"),
     "nothing stock left": (("--encoding", "fox", "--export"), "stock models rotate"),
+    "fading what is frozen": (("--encoding", "fox"), "--train all or --lora"),
     "scaling": (("--encoding", "rope[scaling={type: yarn}]", "--train", "all"), "needs 'factor'"),
     "unknown encoding": (("--encoding", "rope+kerpel"), "kerpel"),
     "nothing to train": (("--encoding", "rope"), "adds no parameter to train"),
@@ -217,6 +287,7 @@ BAD = {
     "lengths": (("--encoding", "rope+fox", "--lengths", "0,1"), "--lengths"),
     "steps": (("--encoding", "rope+fox", "--steps", "0"), "steps"),
     "eval tokens": (("--encoding", "rope+fox", "--eval-tokens", "8"), "--eval-tokens"),
+    "passkey": (("--encoding", "rope+fox", "--passkey", "1"), "a text of 16 tokens is too short"),
     "rank": (("--encoding", "rope+fox", "--lora", "-1"), "--lora must not be negative"),
     "option": (("--encoding", "rope+fox[spectrum=1]"), "spectrum"),
 }
@@ -295,6 +366,36 @@ def test_a_window_hides_what_is_further_back():
     cut = stream_losses(model, tokens[:, 20:29])
     torch.testing.assert_close(found[:, 27], cut[:, 7], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, stream_losses(model, tokens), atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_is_streamed_as_it_computes(case):
+    """Losses through the cache, as they are measured, are those of one pass; sliding layers keep their windows."""
+    uncapped = {"final_logit_softcapping": None} if case == "Gemma2" else {}
+    model = PretrainedDecoder(stir(adapt(stock(case, **uncapped), "rope+fox")))
+    tokens = torch.randint(60, (2, 25))
+    logits = model(tokens[:, :-1])
+    torch.testing.assert_close(logits, model.pretrained(tokens[:, :-1]).logits, rtol=1e-4, atol=1e-4)
+    found = stream_losses(model, tokens, chunk=7)
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(found.flatten(), whole, rtol=1e-4, atol=1e-4)
+    assert len(model.observe(tokens[0])) == 3
+
+
+@pytest.mark.parametrize("case", ["GPTNeoX", "Phi3", "Gemma3", "SmolLM3"])
+def test_other_families_are_trained_and_loaded(case, material, tmp_path):
+    model = stock(case, vocab_size=257, max_position_embeddings=16, eos_token_id=256, hidden_size=32)
+    model.save_pretrained(tmp_path / "model")
+    for file in (material / "model").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+    (tmp_path / "text").symlink_to(material / "text")
+    budget = ["--context", "32", "--steps", "2", "--batch", "1", "--lengths", "1,2", "--eval-tokens", "64"]
+    assert run(tmp_path, tmp_path / "out", "--lora", "2", "--quiet", budget=budget) == 0
+    again, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final"), torch.arange(12)[None]
+    assert type(again).__name__ == f"Grape{case}ForCausalLM"
+    with torch.no_grad():
+        assert (again(ids).logits - model(ids).logits).abs().max() > 0
 
 
 def test_a_head_that_is_more_than_a_matrix_is_refused():

@@ -36,3 +36,18 @@ def test_nano_gpt(capsys):
     out = shown("nano_gpt", capsys)
     first, last = (float(x) for x in re.search(r"loss (\S+) -> (\S+)", out).groups())
     assert last < 0.7 * first and "generated: b'def " in out
+
+
+def test_serve_lets_transformers_find_our_classes(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.cli.serving.model_manager import ModelManager
+
+    from grape_pe.hf import adapt
+
+    tiny = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    adapt(LlamaForCausalLM(tiny), "rope+fox").save_pretrained(tmp_path)
+    runpy.run_path(str(EXAMPLES / "serve.py"))
+    loaded = ModelManager(device="cpu")._load_model(f"{tmp_path}@main")
+    assert type(loaded).__name__ == "GrapeLlamaForCausalLM"

@@ -1,6 +1,7 @@
 """Passkey texts: their length, where the number is, and that a model is scored by its own predictions."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,19 @@ def test_a_model_that_sees_the_number_answers_and_one_that_does_not_does_not():
     assert "100.0 ± 0.0" in passkey_table(found)
     different = {tuple(_text(Bytes(), 400, 0.5, (0, case))[1]) for case in range(4)}
     assert len(different) == 4
+
+
+def test_other_numbers_are_announced_too():
+    ids, secret = _text(Bytes(), 600, 0.5, (0, 1), 4)
+    text = bytes(i for i in ids if i != BEGIN).decode()
+    assert len(ids) == 601 and text.endswith(bytes(secret).decode())
+    others = re.findall(r" The pass key of (\w+) is (\d{5})\. Remember it\.", text)
+    assert [name for name, _ in others] == ["Anna", "Boris", "Clara", "David"]
+    assert len({number for _, number in others} | {bytes(secret).decode().strip()}) == 5
+    found = passkey_scores(Copies(900), Bytes(), [600], cases=1, others=4)
+    assert all(score.exact == 1.0 for score in found)
+    with pytest.raises(EvaluationError, match="others must be from 0 to 9"):
+        passkey_scores(Copies(9), Bytes(), [600], others=10)
 
 
 def test_a_text_without_room_is_refused():

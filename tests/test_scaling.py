@@ -128,8 +128,10 @@ def test_repr_builds_it_again():
         ({"type": "linear", "factor": 0.5}, "at least 1, got 0.5"),
         ({"type": "linear", "factor": "4"}, "must be a positive number, got '4'"),
         ({**LLAMA3, "high_freq_factor": 0.5}, "must be above low_freq_factor"),
-        ({"factor": 4.0}, "scaling must be a dict such as"),
-        (4.0, "scaling must be a dict such as"),
+        ({"factor": 4.0}, "scaling must be such as"),
+        (4.0, "scaling must be such as"),
+        ("linear", "scaling must be such as"),
+        ("yarn:4", "needs .original_context."),
     ],
 )
 def test_refusals(scaling, match):
@@ -144,3 +146,8 @@ def test_more_refusals():
         build(rotary_dim=65)
     with pytest.raises(ValueError, match='with rotary_dim use basis="orthogonal"'):
         build("grape-m-basis", rotary_dim=16, basis="unitary")
+
+
+def test_written_as_type_and_factor():
+    short, long = (build(scaling=each).frequencies() for each in ("ntk:4", {"type": "ntk", "factor": 4.0}))
+    assert torch.equal(short, long) and not torch.equal(short, build().frequencies())

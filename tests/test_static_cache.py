@@ -27,6 +27,10 @@ KINDS = [
     "rope+fox",
     "grape-m-ctx",
     "grape-a-phase",
+    "t5",
+    "kerple-log",
+    "rope+relative",
+    "rope+logn",
     "xpos",
     "pope",
 ]
@@ -108,7 +112,8 @@ def quick(names, kept):
 
 
 @pytest.mark.parametrize(
-    "name", quick([*KINDS, MIXED], ["rope", "grape-a-qk", "grape-ap", "rope+fox", MIXED])
+    "name",
+    quick([*KINDS, MIXED], ["rope", "grape-a-qk", "grape-ap", "rope+fox", "t5", "rope+relative", MIXED]),
 )
 def test_one_graph_serves_every_step(name):
     check_compiled(small(name, layers=3 if name is MIXED else 2, kv_shift=True), "eager")

@@ -27,7 +27,7 @@ from grape_pe.attention.gpu.api import DEVICES
 from grape_pe.attention.gpu.compile import Usage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BIASES = ("none", "slope", "path", "slope+path")
+BIASES = ("none", "slope", "path", "slope+path", "mixed")
 MASKED = {"documents": True, "padding": True, "window": 500}
 LONG = {"queries": 1024, "keys": 1024, "prune": "auto"}
 SOME = [(90, Case("path", BF16, **LONG)), (100, Case("none", FP16, **LONG))]

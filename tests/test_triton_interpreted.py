@@ -30,10 +30,13 @@ CASES = [
     Case("bounded", FP32, head_dim=20, value_dim=12, queries=65, keys=100, lse=True),
     Case("slope", FP32, head_dim=16, queries=70, keys=70, causal=False, window=20),
     Case("slope", FP32, head_dim=16, queries=1, keys=1),
+    Case("mixed", FP32, head_dim=16, queries=40, keys=60, heads=4, key_heads=2, gaps=True, beyond="zero"),
+    Case("slope+table", FP16, **SMALL, padding=True),
+    Case("mixed", FP32, head_dim=16, queries=2, keys=90, heads=4, beyond="-inf"),
 ]
 MANY = [
     Case(bias, dtype, head_dim=16, queries=rows, keys=keys, heads=4, key_heads=2, probe_heads=2, **masks)
-    for bias in ("none", "alibi", "slope", "slope2", "path", "bounded", "slope+path")
+    for bias in ("none", "alibi", "slope", "slope2", "path", "bounded", "slope+path", "mixed")
     for dtype in (FP32, FP16)
     for rows, keys in ((1, 40), (7, 7), (70, 100), (100, 100), (90, 70))
     for masks in ({}, {"documents": True}, {"padding": True, "window": 30})
@@ -63,6 +66,21 @@ def test_attend_counts_what_it_skips() -> None:
     with record_pruning() as report:
         attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="triton")
     assert 0 < report.computed < report.visible
+
+
+def test_a_walk_over_distances_is_never_stopped() -> None:
+    """Where the slope is lost, the table rises again."""
+    case = Case("alibi+table", FP32, head_dim=16, heads=1, queries=300, keys=300, steep=16.0)
+    leaves = case.cast(case.leaves(), FP32)
+    with torch.no_grad():
+        leaves["table"][..., -1] = 1e4  # of all distances beyond 49
+    with record_pruning() as report:
+        out = attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="triton")
+    assert report.computed == report.visible
+    want = attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="reference")
+    assert (
+        out - want
+    ).abs().max() < 1e-3  # float32 at 1e4 is rounded by as much; a walk that stops is off by one
 
 
 def test_no_tokens() -> None:

@@ -36,6 +36,8 @@ QUICK = [
     Case("path", BF16, documents=True, window=70),
     Case("alibi+path", BF16, head_dim=32, heads=1, prune="auto", steep=8.0, keys=300, queries=300),
     Case("slope+path", FP16, queries=3, keys=150, head_dim=32, padding=True),
+    Case("mixed", BF16, head_dim=32, documents=True, gaps=True, beyond="zero"),
+    Case("slope+table", FP16, queries=3, keys=150, head_dim=32, padding=True),
 ]
 MASKS = {
     "causal": {},
@@ -69,6 +71,25 @@ MATRIX += [
 #: one key dominates every row, so the gradients of the path are sums of terms that nearly cancel
 MATRIX += [
     Case("alibi+path", dtype, head_dim=32, steep=8.0, queries=300, keys=300) for dtype in (BF16, FP16, FP32)
+]
+#: tables over distances: alone and mixed, each rule outside them, positions that jump, and other biases beside them
+MATRIX += [
+    Case(bias, dtype, batch=2, key_heads=heads, beyond=beyond)
+    for bias, dtype, heads in (("table", BF16, 1), ("table", FP16, 2), ("mixed", BF16, 2), ("mixed", FP16, 1))
+    for beyond in ("last", "zero", "-inf")
+]
+MATRIX += [Case("mixed", BF16, batch=2, **options) for mask, options in MASKS.items() if mask != "causal"]
+MATRIX += [Case("mixed", dtype, batch=2, gaps=True, beyond="zero") for dtype in (BF16, FP16)]
+MATRIX += [
+    Case(bias, BF16, queries=n, keys=300, heads=4) for bias in ("mixed", "slope+table") for n in (1, 5)
+]
+MATRIX += [Case("mixed", FP32, head_dim=d) for d in (32, 64)]
+MATRIX += [Case(bias, BF16, gaps=True) for bias in ("slope+mixed", "path+mixed", "slope+path+table")]
+MATRIX += [
+    Case("table", BF16, causal=False),
+    Case("mixed", BF16, queries=90, keys=200, lse=True, beyond="-inf"),
+    Case("table", BF16, queries=200, keys=130),
+    Case("mixed", BF16, head_dim=128),
 ]
 
 

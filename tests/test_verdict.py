@@ -196,7 +196,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], tuple[Device, verdict.Case]]] 
     "dtype": lambda _: (GPU, replace(CASE, dtype="float16")),
     "head": lambda _: (GPU, replace(CASE, head_dim=128)),
     "value": lambda _: (GPU, replace(CASE, value_dim=128)),
-    "bias": lambda _: (GPU, replace(CASE, bias="both")),
+    "bias": lambda _: (GPU, replace(CASE, bias="slope+path")),
     "masks": lambda _: (GPU, replace(CASE, masks=())),
     "torch": lambda patch: (patch.setattr(torch, "__version__", "9.9"), (GPU, CASE))[1],
     "triton": lambda patch: (patch.setattr(store, "triton_version", lambda: "9.9"), (GPU, CASE))[1],
@@ -336,7 +336,7 @@ def test_release():
 
 def problem(**changes: object) -> check.Problem:
     given = {"impl": "reference", "device": "cpu", "dtype": "float32", "head_dim": 16, "value_dim": 24}
-    return check.Problem(**(given | {"bias": "both", "tokens": 40} | changes))
+    return check.Problem(**(given | {"bias": "slope+path+distance", "tokens": 40} | changes))
 
 
 ALL_MASKS = ("causal", "documents", "padding", "window")
@@ -347,7 +347,15 @@ def test_the_dense_computation_passes_its_own_check(dtype: str):
     found = check.check(problem(dtype=dtype, masks=ALL_MASKS))
     assert found.ok, found.reason
     names = {"out", "d_q", "d_k", "d_v", "d_c_q", "d_c_k", "d_rate_q", "d_rate_k"}
-    assert set(found.errors) == names | {"d_probe_q", "d_probe_k", "d_rate", "out[1]", "out[3]"}
+    assert set(found.errors) == names | {
+        "d_probe_q",
+        "d_probe_k",
+        "d_rate",
+        "d_table",
+        "d_mix",
+        "out[1]",
+        "out[3]",
+    }
     assert all(row["error"] == row["dense"] for row in found.errors.values())
 
 
@@ -415,7 +423,7 @@ def test_the_child_process_itself(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, bias", [("float32", "both"), ("float16", "path")])
+@pytest.mark.parametrize("dtype, bias", [("float32", "slope+path"), ("float16", "distance")])
 def test_the_kernels_themselves_interpreted(dtype: str, bias: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     monkeypatch.undo()

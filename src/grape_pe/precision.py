@@ -28,8 +28,13 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether Python may look at its values: not while torch.compile traces, nor on meta or fake tensors."""
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
+    """Whether Python may look at its values: not while torch.compile traces or a CUDA graph is captured.
+
+    Meta and fake tensors have none.
+    """
+    if torch.compiler.is_compiling() or x.is_meta or is_fake(x):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def ensure(ok: Tensor, readable: bool, message: str) -> None:

@@ -1,8 +1,8 @@
 """FlexAttention: the bias as a score_mod, the masks as a block mask. CUDA training, compiled CPU inference.
 
-A score_mod is a function of one pair (t, j), which is all a slope needs. Coordinates are passed as two
-float32 each, so that c_j - c_t keeps the digits of float64. A path is a sum over the tokens between j and t,
-which no score_mod can compute.
+A score_mod is a function of one pair (t, j), which is all a slope or a table over distances needs. Coordinates are
+passed as two float32 each, so that c_j - c_t keeps the digits of float64. A path is a sum over the tokens between
+j and t, which no score_mod can compute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bias import Bias, DistanceBias, NoBias, ScoreBias, SlopeBias, parts_of
+from ..bias import Bias, DistanceBias, NoBias, ScoreBias, SlopeBias
 from .masks import Masks
 from .problem import as_two_floats
 from .pruning import Prune
@@ -27,15 +27,19 @@ SHAPES = 256
 
 
 def why_not_flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
-    if any(isinstance(part, DistanceBias) for part in parts_of(bias)):
-        return "it does not compute a DistanceBias: gradients of a table read in a score_mod are not tested"
-    if not isinstance(bias, (NoBias, SlopeBias, ScoreBias)):
+    if not isinstance(bias, (NoBias, SlopeBias, ScoreBias, DistanceBias)):
         return f"a score_mod is a function of one pair of tokens, and a {type(bias).__name__} is not"
+    learns = any(x.requires_grad for x in (q, k, v, *bias.tensors().values()))
+    if isinstance(bias, DistanceBias):
+        if learns and torch.is_grad_enabled():
+            return "gradients of a DistanceBias, whose table its score_mod reads, are not tested"
+        if (reason := bias.why_not_resolved()) is not None:
+            return reason
     if q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention has no kernel for {q.device.type}"
     if q.dtype == torch.float64:
         return "FlexAttention has no float64 kernel"
-    if q.device.type == "cpu" and any(x.requires_grad for x in (q, k, v, *bias.tensors().values())):
+    if q.device.type == "cpu" and learns:
         return "FlexAttention on the CPU has no backward pass, and refuses tensors that require gradients"
     if min(q.shape[2], k.shape[2], q.shape[-1], v.shape[-1]) == 0:
         return "FlexAttention takes no empty tensors"
@@ -65,6 +69,7 @@ def attend_flex(
     from torch.nn.attention.flex_attention import create_block_mask
 
     score = _slopes(bias) if isinstance(bias, SlopeBias) else bias
+    score = _distances(bias.resolved()) if isinstance(bias, DistanceBias) else score
     score_mod = _score_mod(score, q, k, masks.shift) if isinstance(score, ScoreBias) else None
     batch = q.shape[0] if masks.documents is not None or masks.key_padding is not None else None
     q, k, v = (_whole_blocks(x) for x in (q, k, v))
@@ -140,6 +145,28 @@ def _slopes(bias: SlopeBias) -> ScoreBias:
         return total  # type: ignore[no-any-return]
 
     return ScoreBias(function, query, key)
+
+
+def _distances(bias: DistanceBias) -> ScoreBias:
+    """The same as a function of one pair, which reads the table; heads are a number of the query."""
+    table, length = bias.table[0, :, 0].float().contiguous(), bias.table.shape[-1]
+    places = [x.round().long() for x in (bias.position_q, bias.position_k)]
+    heads = torch.arange(table.shape[0], device=table.device).view(1, -1, 1)
+    query = {"place": places[0] - bias.first, "head": heads.expand(-1, -1, places[0].shape[2])}
+    if bias.weight is not None:
+        query |= {f"mix{s}": x.float() for s, x in enumerate(bias.weight.unbind(-1))}
+
+    def function(t: Index, j: Index, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Tensor:
+        entry = mine["place"] - theirs["place"]
+        near = entry.clamp(0, length - 1)
+        total: Any = 0.0
+        for s in range(table.shape[1]):
+            total = total + mine.get(f"mix{s}", 1.0) * table[mine["head"], s, near]
+        if bias.beyond != "last":
+            total = torch.where(near == entry, total, 0.0 if bias.beyond == "zero" else float("-inf"))
+        return total  # type: ignore[no-any-return]
+
+    return ScoreBias(function, query, {"place": places[1]})
 
 
 def _score_mod(bias: ScoreBias, q: Tensor, k: Tensor, shift: int) -> Callable[..., Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,15 +62,8 @@ class Masks:
         if q.shape[2] > length and (causal or documents is not None):
             what = "causal attention" if causal else "attention over documents"
             raise ValueError(f"{what} needs at least as many keys as queries, got {length} and {q.shape[2]}")
-        if window is not None:
-            if not isinstance(window, int) or window < 1:
-                raise ValueError(f"window counts visible tokens: an integer of at least 1, got {window!r}")
-            window = min(window, 1 << 40)  # positions are added to it, in 64 bits
-        if not isinstance(sinks, int) or sinks < 0 or (sinks and window is None):
-            raise ValueError(
-                "sinks keep the first keys visible outside a window: give window=… and an integer sinks >= 0, "
-                f"got {sinks!r}"
-            )
+        check_window(window, sinks)
+        window = None if window is None else min(window, 1 << 40)  # positions are added to it, in 64 bits
         if documents is not None:
             documents = _ids(documents, batch, length)
         if key_padding is not None and (
@@ -131,6 +125,19 @@ class Masks:
         if self.key_padding is not None:
             visible = visible & ~self.key_padding[:, None, None, cols]
         return visible
+
+
+def check_window(window: Any, sinks: Any) -> None:
+    """Raise a ValueError unless these are a window and a number of initial keys that stay visible outside it."""
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(
+            "window must be None or the number of tokens a token sees, itself included: an integer of at least 1; "
+            f"got {window!r}"
+        )
+    if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
+        raise ValueError(f"sinks must be a number of first tokens, an integer of at least 0; got {sinks!r}")
+    if sinks and window is None:
+        raise ValueError(f"sinks={sinks} keeps the first tokens visible outside a window; set window as well")
 
 
 def _ids(documents: Tensor, batch: int, length: int) -> Tensor:

@@ -124,6 +124,11 @@ class AttentionProblem:
         return 0 in (*self.q.shape, *self.k.shape, self.v.shape[-1])
 
     @property
+    def bias_kind(self) -> str:
+        """As `bias_kind`, below."""
+        return _kind(*(x is not None for x in (self.c_q, self.probe_q, self.table)))
+
+    @property
     def shift(self) -> int:
         """The key index at which query row 0 stands."""
         return self.k.shape[2] - self.q.shape[2]
@@ -149,12 +154,11 @@ DIFFERENTIABLE = TENSORS[:12]
 # -------------------------------------------------------------------------------- from a Bias to tensors
 
 
-def why_not(bias: Bias, kinds: tuple[type[Bias], ...] = (SlopeBias, PathBias)) -> str | None:
-    """Why kernels of these kinds cannot compute this bias, or None: they know at most one path and one table."""
+def why_not(bias: Bias) -> str | None:
+    """Why the kernels cannot compute this bias, or None: they know at most one path and one DistanceBias."""
     for part in parts_of(bias):
-        if not isinstance(part, (NoBias, SlopeTerm, *kinds)):
-            names = " and ".join(kind.__name__ for kind in kinds)
-            return f"its kernels compute {names}, not {type(part).__name__}"
+        if not isinstance(part, (NoBias, SlopeTerm, SlopeBias, PathBias, DistanceBias)):
+            return f"its kernels compute SlopeBias, PathBias and DistanceBias, not {type(part).__name__}"
     if len(_paths(bias)) > 1:
         return "its kernels compute one PathBias, and the bias has several"
     distances = _distances(bias)
@@ -164,9 +168,13 @@ def why_not(bias: Bias, kinds: tuple[type[Bias], ...] = (SlopeBias, PathBias)) -
 
 
 def bias_kind(bias: Bias) -> str:
-    """none, slope, path or both: which kernels a bias needs."""
+    """Which kernels a bias needs: none, or some of slope, path and distance, joined by +."""
     slopes = any(terms_of(part) for part in parts_of(bias))
-    return ("both" if slopes else "path") if _paths(bias) else ("slope" if slopes else "none")
+    return _kind(slopes, bool(_paths(bias)), bool(_distances(bias)))
+
+
+def _kind(*has: bool) -> str:
+    return "+".join(name for name, on in zip(("slope", "path", "distance"), has, strict=True) if on) or "none"
 
 
 def _paths(bias: Bias) -> list[PathBias]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..precision import readable
-from .base import Bias, check_lengths, check_tensor, of_rows, wide
+from .base import Bias, check_lengths, check_tail, check_tensor, of_rows, wide
 
 Beyond = Literal["last", "zero", "-inf"]
 BEYOND: tuple[Beyond, ...] = ("last", "zero", "-inf")
@@ -24,15 +24,17 @@ LONGEST = 1 << 22
 class DistanceBias(Bias):
     """sum over r of w_r(t) * P_r[n_t - n_j], a table over distances for each head (Eq. D1).
 
-    `position_q` (B|1, 1, Tq) and `position_k` (B|1, 1, Tk) are whole numbers n; only the latter are cached.
-    `table` (1, H|1, 1, R, L) holds P at the distances `first` … `first + L - 1`, which must include 0. `weight`
-    (B|1, H|1, Tq, R) mixes the R tables for each query; without it they are added.
-
-    `beyond` is the value at any other distance, on both sides of the table: the "last" entry on that side,
-    "zero", or "-inf" (such keys are not seen).
-
-    With a `profile` the values are `profile(distances, numbers)` at every distance, and `table` holds those numbers,
-    whatever they are: buckets, exponents. `first` and `beyond` are then without meaning.
+    Args:
+        position_q: (B|1, 1, Tq) whole numbers n.
+        position_k: (B|1, 1, Tk) whole numbers n; only these are cached.
+        table: (1, H|1, 1, R, L), P at the distances `first` … `first + L - 1`, which must include 0. With a
+            `profile`: its numbers, such as buckets or exponents.
+        weight: (B|1, H|1, Tq, R), mixes the R tables for each query; without it they are added.
+        first: the smallest distance in the table.
+        beyond: the value at any other distance, on both sides of the table: the "last" entry on that side,
+            "zero", or "-inf" (such keys are not seen).
+        profile: computes the values at every distance as `profile(distances, numbers)`; `first` and
+            `beyond` are then not used.
     """
 
     position_q: Tensor
@@ -57,15 +59,20 @@ class DistanceBias(Bias):
                 f"but its first is {self.first}"
             )
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         given = {"position_q": self.position_q, "table": self.table}
         return given if self.weight is None else given | {"weight": self.weight}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"position_k": self.position_k}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> DistanceBias:
         return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def queries(self, rows: slice) -> DistanceBias:
+        check_tail("queries", rows, self.query_length)
+        weight = None if self.weight is None else of_rows(self.weight, rows)
+        return replace(self, position_q=self.position_q[:, :, rows], weight=weight)
 
     def rebased(self, offset: float) -> DistanceBias:
         if offset != int(offset):
@@ -106,14 +113,16 @@ class DistanceBias(Bias):
         return total.where(inside, 0.0 if self.beyond == "zero" else float("-inf"))
 
     def span(self) -> tuple[int, int] | None:
-        """The smallest and largest distance of any query to any key; None where the positions cannot be read."""
+        """The smallest and largest distance in any sequence; None where the positions cannot be read."""
         positions = self.position_q, self.position_k
         if not all(readable(x) for x in positions):
             return None
         if any(x.numel() == 0 for x in positions):
             return 0, 0
-        (low_q, high_q), (low_k, high_k) = self.position_q.aminmax(), self.position_k.aminmax()
-        return int(low_q - high_k), int(high_q - low_k)
+        (low_q, high_q), (low_k, high_k) = (x.aminmax(dim=-1) for x in positions)
+        ends = torch.stack([(low_q - high_k).min(), (high_q - low_k).max()])  # read from a GPU at once
+        low, high = map(int, ends.tolist())
+        return low, high
 
     def why_not_resolved(self) -> str | None:
         """Why there is no table of all distances, or None where there is one."""
@@ -121,7 +130,7 @@ class DistanceBias(Bias):
             return None
         span = self.span()
         if span is None:
-            return "it reads a table of all distances, and the positions cannot be read here (torch.compile)"
+            return "it reads a table of all distances, and positions cannot be read here (torch.compile, CUDA graph)"
         if span[1] - span[0] >= LONGEST:
             return f"its table would hold {span[1] - span[0] + 1} distances, more than {LONGEST}"
         return None

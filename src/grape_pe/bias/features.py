@@ -1,4 +1,4 @@
-"""A user's own function of features of tokens: `TileBias` and `ScoreBias`."""
+"""A function of features of tokens: `TileBias`, `ProductBias` and `ScoreBias`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..precision import without_autocast
+from ..precision import without_autocast, working_dtype
 from .base import Bias, check_tensor, of_rows
 
-TileFunction = Callable[[slice, slice, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 
@@ -37,7 +36,7 @@ class _Features(Bias):
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         super().check(batch, heads, queries, keys)
-        for tensors, tokens in ((self.views(), (1, queries)), (self.traces(), (keys,))):
+        for tensors, tokens in ((self.query_tensors(), (1, queries)), (self.key_tensors(), (keys,))):
             for name, x in tensors.items():
                 check_tensor(name, x, (1, batch), *self._shape(x, heads, tokens))
 
@@ -55,10 +54,10 @@ class _Features(Bias):
                 )
         return tile
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {f"query.{name}": tensor for name, tensor in self.query.items()}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {f"key.{name}": tensor for name, tensor in self.key.items()}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
@@ -74,12 +73,19 @@ class TileBias(_Features):
     `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
     returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast off.
 
-    `scale`: None when the function returns logits, as every other kind of bias does. A number when it
-    returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place.
+    Args:
+        scale: None when the function returns logits, as every other kind of bias does. A number when it
+            returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its
+            place.
+        pairwise: the number of a pair depends on the features of these two tokens only, not on tokens in
+            between, so a cache with sinks may drop those.
+        positions: the key features that hold positions, so that a cache can be rebased; None where it
+            cannot.
     """
 
-    function: TileFunction
     scale: float | None = None
+    pairwise: bool = False
+    positions: tuple[str, ...] | None = None
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         tensors = [*self.query.values(), *self.key.values()]
@@ -90,15 +96,45 @@ class TileBias(_Features):
     def at_scale(self, scale: float) -> TileBias:
         return self if self.scale is None else replace(self, scale=scale)
 
+    def rebased(self, offset: float) -> TileBias:
+        if self.positions is None:
+            return super().rebased(offset)
+        return replace(self, key={**self.key, **{name: self.key[name] - offset for name in self.positions}})
+
+    def products(self, rows: slice, cols: slice) -> Tensor:
+        """scale * <q, k> of the features of these names, q (B, H, T, D) and k (B, Hkv, T, D), for all heads."""
+        assert self.scale is not None
+        q, k = self.query["q"][:, :, rows], self.key["k"][:, :, cols]
+        wide = working_dtype(q.dtype)
+        return self.scale * (q.to(wide) @ k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1).mT)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductBias(TileBias):
+    """A `TileBias` whose function reads products of q and k: contextual positions, mixed heads.
+
+    `function(products, rows, cols, query, key)` returns logits. `products(rows, cols)` are those of any tile for all
+    heads, (B, H, rows, cols), already scaled: q and k are features, and `attend` sets `scale` to its own.
+    """
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        with without_autocast(self.key["k"]):
+            tile = self.function(self.products, rows, cols, self.query, self.key)
+        return self._checked(tile, rows, cols)
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreBias(_Features):
     """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
 
-    `t` and `j` are the indices of the query's and the key's token, integer tensors; `query` and `key` are numbers of
+    `t` and `j` are the indices of the query's and the key's token, integer tensors (in a cache that drops old keys only
+    t - j is what it was, and sinks are refused); `query` and `key` are numbers of
     those tokens by name, each given as a (B|1, H|1, T) tensor, for queries also (B|1, H|1, 1) beside one of T. The
     function must be elementwise torch code that broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles
     it for one pair at a time. Either side needs at least one feature, which tells the number of its tokens.
+
+    Args:
+        function: of (t, j, query, key), as above.
     """
 
     function: ScoreFunction

@@ -29,9 +29,14 @@ LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
 class PathBias(Bias):
     """sum for l = j+1 … t of rate_h * g(<p_t, P_l> / P): the path integral of GRAPE-AP (Eq. P2).
 
-    `probe_q` (B, Hp, Tq, P) and `probe_k` (B, Hp, Tk, P), the latter already rotated, with Hp a
-    divisor of H; `rate` (1, H, 1). The sum runs over tokens, and is empty (zero) for j >= t.
-    `rotation` says which probes are turned by their position (Eq. P3).
+    The sum runs over tokens, and is empty (zero) for j >= t.
+
+    Args:
+        probe_q: (B, Hp, Tq, P), with Hp a divisor of H.
+        probe_k: (B, Hp, Tk, P), already rotated.
+        rate: (1, H, 1).
+        link: g, "logsigmoid" or "bounded".
+        rotation: which probes are rotated by their position (Eq. P3).
     """
 
     probe_q: Tensor
@@ -53,10 +58,10 @@ class PathBias(Bias):
         check_tensor("probe_k", self.probe_k, (1, batch), (probes,), (keys,), (features,))
         check_tensor("rate", self.rate, (1,), (heads,), (1,))
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {"probe_q": self.probe_q, "rate": self.rate}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"probe_k": self.probe_k}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> PathBias:
@@ -81,28 +86,25 @@ class PathBias(Bias):
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         shift = self.probe_k.shape[2] - self.probe_q.shape[2]
-        first, last = cols.start + 1, max(rows.stop + shift, cols.stop + 1)
-        probes = self.probe_k[:, :, first:last]
-        wide = working_dtype(torch.promote_types(self.probe_q.dtype, probes.dtype))
-        with without_autocast(probes):
-            z = self.probe_q[:, :, rows].to(wide) @ probes.transpose(-1, -2).to(wide) / probes.shape[-1]
-        token = torch.arange(first, first + probes.shape[2], device=z.device)
-        t = torch.arange(rows.start + shift, rows.stop + shift, device=z.device)
-        edge = LINKS[self.link](z).masked_fill(token > t.unsqueeze(-1), 0.0)
-        # From the right: the sum over l = j+1 … t stands at l = j + 1, which is column j - cols.start.
-        total = edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
-        width = cols.stop - cols.start
-        total = F.pad(total[..., :width], (0, max(0, width - total.shape[-1])))
-        repeat = self.rate.shape[1] // total.shape[1]
-        return self.rate.unsqueeze(-1) * total.to(z.dtype).repeat_interleave(repeat, 1)
+        t = torch.arange(rows.start + shift, rows.stop + shift, device=self.rate.device).unsqueeze(-1)
+        return self.sums(rows, cols, t, max(rows.stop + shift, cols.stop + 1))
 
     def row(self, keys: int) -> Tensor:
-        probes = self.probe_k[:, :, 1:]
+        return self.sums(slice(0, 1), slice(0, keys), None, keys)
+
+    def sums(self, rows: slice, cols: slice, t: Tensor | None, end: int) -> Tensor:
+        """b[rows, cols] for queries at the tokens t (…, rows, 1), all before `end`; None: after all keys."""
+        probes = self.probe_k[:, :, cols.start + 1 : end]
         wide = working_dtype(torch.promote_types(self.probe_q.dtype, probes.dtype))
-        probe = self.probe_q.to(wide) / self.probe_q.shape[-1]
         with without_autocast(probes):
-            edge = LINKS[self.link](probe @ probes.transpose(-1, -2).to(wide))
-        # from the right, as in `tile`: the edges after each key
-        total = F.pad(edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide), (0, 1))
+            query = self.probe_q[:, :, rows].to(wide) / probes.shape[-1]
+            edge = LINKS[self.link](query @ probes.transpose(-1, -2).to(wide))
+        if t is not None:
+            token = torch.arange(cols.start + 1, cols.start + 1 + probes.shape[2], device=t.device)
+            edge = edge.masked_fill(token > t, 0.0)
+        # From the right: the sum over l = j+1 … t stands at l = j + 1, which is column j - cols.start.
+        total = edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide)
+        width = cols.stop - cols.start
+        total = F.pad(total[..., :width], (0, max(0, width - total.shape[-1])))
         repeat = self.rate.shape[1] // total.shape[1]
         return self.rate.unsqueeze(-1) * (total if repeat == 1 else total.repeat_interleave(repeat, 1))

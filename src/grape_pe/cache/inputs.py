@@ -93,7 +93,8 @@ def encode(
     elif prepared is None or prepared.working != working_dtype(q.dtype) or hooked(encoding):
         code = encoding(q, k, x=x, v=v, positions=layout.positions, state=state)
     else:
-        code = encoding.encode(Tokens(q, k, prepared.positions, x, v, prepared.values), state)
+        tokens = Tokens(q, k, prepared.positions, x, v, prepared.values, whole=True)
+        code = encoding.encode(tokens, state)
     if norm_after is not None:
         _check_norm_after(encoding, layout)
         code = replace(code, q=norm_after[0](code.q).to(v.dtype), k=norm_after[1](code.k).to(v.dtype))
@@ -129,5 +130,5 @@ def move_to_end(code: Encoded, counts: Sequence[int]) -> tuple[Tensor, Bias, Ten
     missing = most - torch.tensor(counts, device=device).unsqueeze(-1)
     pick = (torch.arange(most, device=device) - missing).clamp(min=0)
     rows = (torch.arange(count, device=device) + missing).clamp(max=most - 1)
-    views = {n: take(t, pick, 2) for n, t in code.bias.views().items() if t.shape[2] == count}
-    return take(code.q, pick, 2), code.bias.replaced(views), rows
+    moved = {n: take(t, pick, 2) for n, t in code.bias.query_tensors().items() if t.shape[2] == count}
+    return take(code.q, pick, 2), code.bias.replaced(moved), rows

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bias import LINKS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
+from ..bias import Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, SumBias
 from ..encodings.base import Encoding
 from ..precision import ensure, without_autocast
 from .inputs import AttentionInputs, Norms, encode
@@ -130,6 +130,11 @@ class StaticCache:
         self.tokens: dict[str, Tensor] = {}  # (B, H, S, …)
         self.state: Any = None  # of encoding and shift: nested tuples of (B, n, 1, …)
 
+    @property
+    def batch(self) -> int:
+        """Sequences it holds; 0 before the first call."""
+        return len(self.tokens["k"]) if self.tokens else 0
+
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: StaticLayout
     ) -> AttentionInputs:
@@ -137,9 +142,9 @@ class StaticCache:
         state, shifted = (None, None) if layout.fresh else self.state
         norms = self.key_norm, self.norm_after
         code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, *norms, state, shifted)
-        traces = {f"bias.{name}": trace for name, trace in code.bias.traces().items()}
+        of_bias = {f"bias.{name}": tensor for name, tensor in code.bias.key_tensors().items()}
         with torch.no_grad():
-            self._write({"k": code.k, "v": v, **traces}, (code.state, shifted), layout, code.bias)
+            self._write({"k": code.k, "v": v, **of_bias}, (code.state, shifted), layout, code.bias)
         if layout.fresh:
             masks = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
             return AttentionInputs(code.q, code.k, v, code.bias, masks)
@@ -147,7 +152,7 @@ class StaticCache:
             raise ValueError(
                 f"a static cache has no gradients: call the model under torch.no_grad(), or {USE}"
             )
-        cached = {name.removeprefix("bias."): self.tokens[name] for name in traces}
+        cached = {name.removeprefix("bias."): self.tokens[name] for name in of_bias}
         bias = code.bias.replaced(cached) if cached else code.bias
         visible = layout.visible(self.capacity, self.window, self.sinks)
         k, v = self.tokens["k"], self.tokens["v"]
@@ -237,19 +242,10 @@ def bias_rows(bias: Bias, rows: slice, t: Tensor) -> Tensor | None:
     if isinstance(bias, SumBias):
         parts = [part for part in (bias_rows(part, rows, t) for part in bias.parts) if part is not None]
         return sum(parts[1:], parts[0])
+    cols = slice(0, bias.key_length or 0)
     if isinstance(bias, PathBias):
-        return _path_rows(bias, rows, t)
-    return None if isinstance(bias, NoBias) else bias.tile(rows, slice(0, bias.key_length))
-
-
-def _path_rows(bias: PathBias, rows: slice, t: Tensor) -> Tensor:
-    """sum for l = j+1 … t of rate * g(<p_t, P_l> / P), as `PathBias.tile` for queries at any tokens."""
-    query, key = bias.probe_q[:, :, rows], bias.probe_k
-    edge = LINKS[bias.link](query @ key.transpose(-1, -2).to(query.dtype) / key.shape[-1])
-    edge = edge.masked_fill(torch.arange(key.shape[2], device=t.device) > t[:, None, :, None], 0.0)
-    total = edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(edge.dtype)  # over l >= column
-    total = F.pad(total[..., 1:], (0, 1))
-    return bias.rate.unsqueeze(-1) * total.repeat_interleave(bias.rate.shape[1] // total.shape[1], 1)
+        return bias.sums(rows, cols, t[:, None, :, None], cols.stop)
+    return bias.tile(rows, cols)
 
 
 # single quotes: torch 2.13 does not escape double ones when it writes an assertion's message into C++

@@ -46,6 +46,11 @@ class TokenStore:
         return max(self.sequences.lengths, default=0)
 
     @property
+    def batch(self) -> int:
+        """Sequences seen so far; 0 for an empty cache."""
+        return self.sequences.batch
+
+    @property
     def next_position(self) -> Tensor | None:
         """(B,): the position of the next token of each sequence; None if empty or with coords > 1."""
         known = self.sequences
@@ -167,7 +172,7 @@ class TokenStore:
 
     def select(self, index: Tensor) -> Self:
         """Keep the sequences `index` of the batch, in that order: beam search, finished requests."""
-        if not self.sequences.batch:
+        if not self.batch:
             return self
         rows = index.tolist()
         self.tokens.select(index, rows)
@@ -183,7 +188,7 @@ class TokenStore:
 
     def repeat(self, times: int) -> Self:
         """Every sequence `times` times, side by side."""
-        return self.select(torch.arange(self.sequences.batch).repeat_interleave(times))
+        return self.select(torch.arange(self.batch).repeat_interleave(times))
 
     def fork(self) -> Self:
         """An independent copy: what is written to one is not seen by the other."""

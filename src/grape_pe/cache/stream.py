@@ -17,7 +17,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..bias import Bias, NoBias, PathBias, SumBias, TileBias
+from ..attention.masks import check_window
+from ..bias import Bias, NoBias, PathBias, ScoreBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
 from ..encodings.prepared import Preparation
 from .inputs import AttentionInputs, Norms, check_packing, encode, move_to_end
@@ -35,8 +36,8 @@ class StreamingCache(TokenStore):
     Args:
         encoding: the layer's encoding.
         window: a token sees fewer than `window` tokens back; older keys are dropped.
-        sinks: the first tokens, which stay visible when a window is set. Refused where the bias sums over
-            the tokens in between, because those are dropped.
+        sinks: the first tokens, which stay visible when a window is set. Refused where the bias sums or
+            counts the tokens in between, because those are dropped.
         capacity: preallocate storage for this many tokens; by default it grows.
         rollback: how many tokens can be taken back by `crop` (state and dropped keys are kept that long).
         shift: the layer's `KVShift`, if it has one; every call then needs x.
@@ -58,13 +59,11 @@ class StreamingCache(TokenStore):
         key_norm: nn.Module | None = None,
         norm_after: Norms | None = None,
     ) -> None:
-        for name, value in (("window", window), ("capacity", capacity)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 token, got {value}")
-        if sinks < 0 or rollback < 0:
-            raise ValueError(f"sinks and rollback must be >= 0, got {sinks} and {rollback}")
-        if sinks and window is None:
-            raise ValueError("sinks are the tokens that outlive a window; set window=… as well")
+        check_window(window, sinks)
+        if (capacity is not None and capacity < 1) or rollback < 0:
+            raise ValueError(
+                f"capacity must be at least 1 token and rollback 0 or more, got {capacity} and {rollback}"
+            )
         self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
         self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
         self.settles = any(isinstance(part, Encoding) and part.settles for part in encoding.modules())
@@ -155,7 +154,7 @@ class StreamingCache(TokenStore):
     def _settle(self, bias: Bias) -> None:
         """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
         cached = self._traces()
-        for name, tensor in bias.replaced(cached).settled(self.states.length).traces().items():
+        for name, tensor in bias.replaced(cached).settled(self.states.length).key_tensors().items():
             if tensor is not cached[name]:
                 cached[name].copy_(tensor)
 
@@ -164,10 +163,12 @@ class StreamingCache(TokenStore):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
         """What the two tables keep. A state that is also a bias tensor is kept once, as the latter."""
         batch, count = v.shape[0], v.shape[2]
-        traces = code.bias.traces()
+        of_bias = code.bias.key_tensors()
         columns = {"k": code.k, "v": v}
-        for name, trace in traces.items():
-            columns[f"bias.{name}"] = trace if len(trace) == batch else trace.expand(batch, *trace.shape[1:])
+        for name, tensor in of_bias.items():
+            columns[f"bias.{name}"] = (
+                tensor if len(tensor) == batch else tensor.expand(batch, *tensor.shape[1:])
+            )
         if layout.documents is not None:
             columns["document"] = layout.documents.expand(batch, count).unsqueeze(1)
         states = {} if shifted is None else {"shift.k": shifted[0], "shift.v": shifted[1]}
@@ -175,8 +176,8 @@ class StreamingCache(TokenStore):
         def named(state: Any) -> Any:
             if not isinstance(state, Tensor):
                 return None if state is None else tuple(named(part) for part in state)
-            for name, trace in traces.items():
-                if trace is state:
+            for name, tensor in of_bias.items():
+                if tensor is state:
                     return f"bias.{name}"
             states[f"state.{len(states)}"] = state.narrow(2, state.shape[2] - count, count)
             return f"state.{len(states) - 1}"
@@ -184,10 +185,10 @@ class StreamingCache(TokenStore):
         return columns, states, named(code.state)
 
     def _check_sinks(self, bias: Bias, counts: Sequence[int] | None) -> None:
-        if self.sinks and _sums_in_between(bias):
+        if self.sinks and _reads_in_between(bias):
             raise ValueError(
-                f"{self.encoding!r} sums its bias over the tokens between query and key; with sinks those "
-                "would be gone. Use a window without sinks"
+                f"the bias of {self.encoding!r} sums or counts the tokens between query and key; with sinks those "
+                "would be gone. Use a window without sinks (or pairwise=True in a TileBias of features alone)"
             )
         if self.sinks and counts is not None and min(self.sequences.lengths or counts) <= self.sinks:
             raise ValueError(
@@ -242,7 +243,7 @@ class StreamingCache(TokenStore):
         if not self.sequences.lengths:
             return self
         cached = self._traces()
-        moved = self._blank().bias.replaced(cached).rebased(offset).traces()
+        moved = self._blank().bias.replaced(cached).rebased(offset).key_tensors()
         keys = self.tokens.view("k")
         keys.copy_(self.encoding.rebase_keys(keys, offset).detach())
         for name, tensor in moved.items():
@@ -278,7 +279,9 @@ class StreamingCache(TokenStore):
         return self.encoding(q, k, x=x, v=v, positions=positions)  # type: ignore[no-any-return]
 
 
-def _sums_in_between(bias: Bias) -> bool:
+def _reads_in_between(bias: Bias) -> bool:
     if isinstance(bias, SumBias):
-        return any(_sums_in_between(part) for part in bias.parts)
-    return isinstance(bias, (PathBias, TileBias))
+        return any(_reads_in_between(part) for part in bias.parts)
+    if isinstance(bias, TileBias):
+        return not bias.pairwise
+    return isinstance(bias, (PathBias, ScoreBias))

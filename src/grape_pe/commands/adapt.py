@@ -71,6 +71,8 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     add("--tasks", metavar="NAMES", help="language tasks to score, separated by commas")
     add("--task-data", default="", metavar="DIR", help="their questions, as for grape eval lm")
     add("--task-limit", type=int, default=0, metavar="N", help="questions of each task (default: all)")
+    add("--passkey", type=int, default=0, metavar="N",
+        help="texts of each length and depth with a number to find (default: none)")  # fmt: skip
     add("--export", action="store_true", help="also DIR/stock, for transformers without grape_pe")
 
 
@@ -105,7 +107,7 @@ def wishes(options: argparse.Namespace) -> Any:
 
     if options.lora and options.train == "all":
         raise CommandError("--lora trains LoRA beside the new parameters; leave --train all out, or --lora")
-    for name in ("context", "lora", "eval_every", "checkpoint_every", "task_limit", "seed"):
+    for name in ("context", "lora", "eval_every", "checkpoint_every", "task_limit", "passkey", "seed"):
         if getattr(options, name) < 0:
             raise CommandError(
                 f"--{name.replace('_', '-')} must not be negative, got {getattr(options, name)}"

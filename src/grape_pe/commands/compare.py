@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ..extras import require
 from .errors import OK, CommandError
 from .parsers import Commands, add_command, add_json
 from .train import add_settings
-
-if TYPE_CHECKING:
-    from ..lab.compare.comparison import Comparison
 
 PROBE = "probe."
 Number = TypeVar("Number", int, float)
@@ -84,22 +81,7 @@ def run_compare(options: argparse.Namespace) -> int:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
         print(f"{summary(results)}\nReport: {report}")
-        print(*_beside(comparison), sep="", end="")
     return OK
-
-
-def _beside(comparison: Comparison) -> Iterator[str]:
-    """What a comparison says about itself, and shipped results of a longer one."""
-    from ..lab.config import shipped_evidence
-    from ..lab.report import read_results, summary
-
-    if comparison.note:
-        yield f"\n{comparison.note.strip()}\n"
-    shipped = shipped_evidence(comparison.evidence) if comparison.evidence else None
-    if shipped is not None:
-        found = summary(read_results([shipped]), limit=1)
-        yield f"\nShipped results of grape compare {comparison.evidence}:\n\n{found}\n"
-        yield f"In full: grape report --markdown {shipped}\n"
 
 
 def _rates(text: str | None) -> list[float] | None:

@@ -38,6 +38,7 @@ def _add_passkey(kinds: Commands) -> None:
     parser.add_argument("checkpoint", help="a model's directory, GGUF file or Hub name")
     parser.add_argument("--lengths", default="256,512,1024,2048,4096", help="of the texts, in tokens")
     parser.add_argument("--cases", type=int, default=4, help="texts for each length and depth (default: 4)")
+    parser.add_argument("--others", type=int, default=0, help="other numbers in each text (default: 0)")
     parser.add_argument("--tokenizer", help="if the checkpoint has none, another directory or Hub name")
     parser.add_argument("--output", help="write the scores to this JSON file")
     add_json(parser)
@@ -50,7 +51,7 @@ def run_passkey(options: argparse.Namespace) -> int:
 
     lengths = _lengths(options.lengths)
     model, tokenizer = load_checkpoint(options.checkpoint, options.tokenizer)
-    found = passkey_scores(model, tokenizer, lengths, cases=options.cases)
+    found = passkey_scores(model, tokenizer, lengths, cases=options.cases, others=options.others)
     print(json.dumps(to_json(found)) if options.json else passkey_table(found))
     if options.output:
         write_json(Path(options.output), to_json(found))

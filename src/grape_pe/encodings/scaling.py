@@ -148,14 +148,24 @@ class Llama3(Scaling):
 KINDS: dict[str, type[Scaling]] = {cls.kind: cls for cls in (Scaling, NTKAware, YaRN, Llama3)}
 
 
-def read_scaling(options: Mapping[str, Any] | None) -> Scaling | None:
-    """The rule that `scaling={"type": …, …}` names, or an error that says what is wrong with it."""
-    if options is None:
-        return None
-    if not isinstance(options, Mapping) or "type" not in options:
+def spelled_out(scaling: Any) -> dict[str, Any]:
+    """{"type": "yarn", "factor": 4.0} as it is, or from "yarn:4"."""
+    if isinstance(scaling, Mapping) and "type" in scaling:
+        return dict(scaling)
+    kind, _, factor = scaling.partition(":") if isinstance(scaling, str) else ("", "", "")
+    try:
+        return {"type": kind, "factor": float(factor)}
+    except ValueError:
         raise TypeError(
-            f'scaling must be a dict such as {{"type": "linear", "factor": 4.0}}, got {options!r}'
-        )
+            f'scaling must be such as "linear:4" or {{"type": "linear", "factor": 4.0}}, got {scaling!r}'
+        ) from None
+
+
+def read_scaling(scaling: Mapping[str, Any] | str | None) -> Scaling | None:
+    """The rule that `scaling={"type": …, …}` or "type:factor" names, or an error that says what is wrong with it."""
+    if scaling is None:
+        return None
+    options = spelled_out(scaling)
     kind = options["type"]
     if kind == "dynamic":
         raise ValueError(
@@ -171,7 +181,7 @@ def read_scaling(options: Mapping[str, Any] | None) -> Scaling | None:
             raise TypeError(f'unknown option {name!r} of scaling type "{kind}"; options: {", ".join(known)}')
     for name, field in known.items():
         if field.default is MISSING and name not in given:
-            raise TypeError(f'scaling type "{kind}" needs {name!r}; add it to scaling={dict(options)!r}')
+            raise TypeError(f'scaling type "{kind}" needs {name!r}; add it to scaling={options!r}')
     return KINDS[kind](**given)
 
 

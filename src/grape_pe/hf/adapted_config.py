@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ..encodings.scaling import read_scaling
+from ..encodings.scaling import read_scaling, spelled_out
 from .config import LAYER_TYPE, check_options
 from .families import Family
 
@@ -197,8 +197,8 @@ class AdaptedFields:
 
 def _with_context(options: Mapping[str, Any], positions: int) -> tuple[dict[str, Any], int]:
     """Options whose scaling knows the context it extends, the model's own unless given; and the longer one."""
-    scaling = options["scaling"]
-    if isinstance(scaling, Mapping) and scaling.get("type") in ("yarn", "llama3"):
+    scaling = spelled_out(options["scaling"])
+    if scaling["type"] in ("yarn", "llama3"):
         scaling = {"original_context": positions, **scaling}
     rule = read_scaling(scaling)
     assert rule is not None

@@ -23,7 +23,7 @@ class GrapeConfig(PreTrainedConfig):
     """Sizes under Hugging Face's names, and what is ours: see `DecoderConfig` for what each does.
 
     `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`, `qk_norm`, `output_norm`,
-    `output_gate` choose the model; `rollback` is how many tokens its caches can take back.
+    `output_gate`, `absolute` choose the model; `rollback` is how many tokens its caches can take back.
     """
 
     model_type = "grape"
@@ -54,6 +54,7 @@ class GrapeConfig(PreTrainedConfig):
     qk_norm: bool | Literal["after"] = True
     output_norm: bool = False
     output_gate: bool = False
+    absolute: Literal["sinusoidal", "learned"] | None = None
     rollback: int = 128
     layer_types: list[str] | None = None
 
@@ -68,7 +69,7 @@ class GrapeConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_layer_type(self) -> None:
-        """Every layer is of our own type, whose cache holds bias traces as well."""
+        """Every layer is of our own type, whose cache also keeps the key-side tensors of the bias."""
         if self.layer_types != [LAYER_TYPE] * self.num_hidden_layers:
             raise ValueError(f"layer_types must be {LAYER_TYPE!r} for each layer, got {self.layer_types}")
 

@@ -45,6 +45,10 @@ def export(model: Source, directory: str | os.PathLike[str]) -> Path:
 
     Takes a `Decoder`, a `GrapeForCausalLM`, or a model changed by `adapt`, which becomes one of its own family
     again. When refused, nothing is written.
+
+    Args:
+        model: a `Decoder`, a `GrapeForCausalLM` or a model changed by `adapt`.
+        directory: where to write.
     """
     stock = to_stock(model)
     stock.save_pretrained(directory)
@@ -172,6 +176,10 @@ def _check_stock(config: DecoderConfig) -> None:
     for name in ("output_norm", "output_gate"):
         if getattr(config, name):
             raise ValueError(f"{name} has no stock form; train with {name}=False to export")
+    if config.absolute is not None:
+        raise ValueError(
+            "absolute positions have no stock form beside a rotation; train with absolute=None to export"
+        )
     if config.kv_shift:
         raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
     if any(each.window is not None for each in config.by_layer):

@@ -18,12 +18,12 @@ from ..encodings import Encoding
 from ..encodings.prepared import Preparation
 from ..layers import KVShift, RMSNorm
 from ..layers.arguments import check_layers, check_sinks
-from ..models.blocks import EMBEDDING_STD, Block
+from ..models.absolute import EMBEDDING_STD, AbsolutePositions
+from ..models.blocks import Block
 from ..models.loss import cross_entropy
-from .cache import GrapeDynamicLayer, layers_of
+from .cache import GrapeDynamicLayer, GrapeStaticLayer, layers_of, static_layout
 from .config import GrapeConfig
 from .pretrained import GrapePretrained, full_precision_names, reset_missing
-from .static_layer import GrapeStaticLayer, static_layout
 
 
 class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
@@ -47,17 +47,22 @@ class GrapePreTrainedModel(GrapePretrained):
             init.normal_(module.weight, std=0.5 / self.config.hidden_size**0.5)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, (Block, Encoding, KVShift)):
+        elif isinstance(module, (Block, Encoding, KVShift, AbsolutePositions)):
             reset_missing(module)
 
 
 class GrapeModel(GrapePreTrainedModel):
-    """Embedding, blocks, last norm."""
+    """Embedding, blocks, last norm.
+
+    Args:
+        config: a `GrapeConfig`.
+    """
 
     def __init__(self, config: GrapeConfig) -> None:
         super().__init__(config)
         decoder = config.to_decoder()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.absolute = decoder.build_absolute()
         self.layers = nn.ModuleList(GrapeDecoderLayer(decoder, i) for i in range(decoder.layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.encoding = decoder.build_encoding() if decoder.shared_encoding else None
@@ -88,6 +93,7 @@ class GrapeModel(GrapePreTrainedModel):
         layers = None if cache is None else layers_of(cache, len(self.layers), self.encoding_of(0))
         layout = make_layout(x, attention_mask, position_ids, layers)
         check_sinks(self.config.sinks, layout)
+        x = x if self.absolute is None else self.absolute(x, layout)
         if layers is not None:
             layout = layout.prepare(self.preparation, x.dtype)
         streams = [each.stream for each in layers or () if each.stream is not None]
@@ -164,6 +170,9 @@ class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
 
     While training with `labels` the loss is computed in chunks of tokens and no logits are returned
     (`logits=None`); pass `return_logits=True` to get them as well.
+
+    Args:
+        config: a `GrapeConfig`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012

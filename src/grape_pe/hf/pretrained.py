@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..encodings import Encoding
 from ..encodings.base import FullPrecision
 from ..layers import KVShift
+from ..models.absolute import AbsolutePositions
 from ..models.blocks import Block
 from ..models.remote_code import REMOTE_CODE, REMOTE_FILE, auto_map
 
@@ -99,7 +100,7 @@ def _check_offloading(model: nn.Module) -> None:
         )
 
 
-def reset_missing(module: Block | Encoding | KVShift) -> None:
+def reset_missing(module: Block | Encoding | KVShift | AbsolutePositions) -> None:
     """`reset_parameters`, keeping what a checkpoint has already filled."""
     tensors = [*module.parameters(), *module.buffers()]
     loaded = [t for t in tensors if getattr(t, "_is_hf_initialized", False)]  # set by transformers

@@ -62,11 +62,22 @@ class ModelSection(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = Field(True, description="one matrix for embedding and head")
 
-    def decoder(self, vocab_size: int = 0) -> DecoderConfig:
-        """What the model is built from; `vocab_size` is the data's, used if none is set here."""
+    absolute: Literal["sinusoidal", "learned"] | None = Field(
+        None, description="absolute positions added to the embeddings; with encoding nope these alone"
+    )
+    max_positions: Natural = Field(0, description="rows of learned positions; 0: data.sequence")
+
+    def decoder(self, vocab_size: int = 0, sequence: int = 0) -> DecoderConfig:
+        """What the model is built from; `vocab_size` and `sequence` are the data's, used if none is set here."""
         size = self.vocab_size or -(-vocab_size // 64) * 64
         try:
-            config = DecoderConfig(**{**self.model_dump(), "vocab_size": size or 64})
+            config = DecoderConfig(
+                **{
+                    **self.model_dump(),
+                    "vocab_size": size or 64,
+                    "max_positions": self.max_positions or sequence,
+                }
+            )
             first = {each.encoding: i for i, each in reversed(list(enumerate(config.by_layer)))}
             for layer in first.values():
                 config.build_encoding(layer)
@@ -102,8 +113,11 @@ class TrainSection(Section):
     beta2: Fraction = 0.95
     weight_decay: NonNegative = Field(0.01, description="on everything but norms")
     clip: NonNegative = Field(1.0, description="largest gradient norm; 0: no clipping")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, weights stay float32")
-    compile: bool = Field(False, description="torch.compile")
+    skip_above: NonNegative = Field(0.0, description="skip steps with a larger gradient norm; 0: none")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: autocast, or under fsdp bf16 copies of the weights, which stay float32"
+    )
+    compile: bool = Field(False, description="torch.compile, block by block")
     recompute: bool = Field(False, description="activation checkpointing: less memory, a third more time")
     strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how several ranks share the work")
     shard: Natural = Field(0, description="ranks a model is sharded over (fsdp); 0: all; fewer: hybrid")
@@ -133,6 +147,7 @@ class LogSection(Section):
 
     every: Positive = Field(1, description="steps between lines of metrics.jsonl")
     tensorboard: bool = True
+    profile: Natural = Field(0, description="trace three steps from this one on, in RUN/profile; 0: none")
     wandb: str = Field("", description="a Weights & Biases project; empty: none")
 
 
@@ -155,6 +170,10 @@ class RunConfig(Section):
             )
         return self
 
+    def decoder(self, vocab_size: int) -> DecoderConfig:
+        """What is trained, on data of this vocabulary."""
+        return self.model.decoder(vocab_size, self.data.sequence)
+
     def to_yaml(self) -> str:
         text = yaml.safe_dump(self.model_dump(), sort_keys=False, width=100)
         assert isinstance(text, str)
@@ -169,6 +188,7 @@ class RunConfig(Section):
 FREE_ON_RESUME = (
     "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
     "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every", "log.tensorboard", "log.wandb",
+    "log.profile",
 )  # fmt: skip
 
 
@@ -182,6 +202,7 @@ def load(
     """A shipped recipe by name, a YAML file or a mapping (which may name a `base`), with overrides.
 
     Args:
+        recipe: a name, a YAML file or a mapping.
         overrides: dotted names to values, such as {"train.steps": 500}; strings are read as YAML.
     """
     try:
@@ -222,6 +243,8 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
 
 def shipped_evidence(name: str) -> Path | None:
     """Results shipped with this package, as `grape report` reads them; None if there are none yet."""
+    if not name:
+        return None
     path = Path(str(resources.files("grape_pe.lab").joinpath("evidence", f"{name}.jsonl")))
     return path if path.is_file() else None
 
@@ -303,14 +326,14 @@ def settings(kind: type[RunConfig] = RunConfig) -> Iterator[tuple[str, str]]:
             yield name, field.description or ""
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
-    """Dotted names to values."""
-    tree = config.model_dump()
-    return {
-        name: tree[s][f] if f else tree[s]
-        for name in field_names(type(config))
-        for s, _, f in [name.partition(".")]
-    }
+def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names to values, one level deep; names that are dotted already stay."""
+    tree = settings.model_dump() if isinstance(settings, RunConfig) else settings
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        inside = isinstance(value, dict) and "." not in key
+        out |= {f"{key}.{name}": each for name, each in value.items()} if inside else {key: value}
+    return out
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:

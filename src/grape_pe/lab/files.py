@@ -74,6 +74,13 @@ def locked(directory: Path, wait: bool = False) -> Iterator[None]:
         lock.release()
 
 
+def contents(directory: Path) -> set[str]:
+    """The names in a directory but for its lock and what a killed process left half written."""
+    if not directory.is_dir():
+        return set()
+    return {name for name in os.listdir(directory) if name != LOCK and not name.startswith(SCRATCH)}
+
+
 def damaged(path: Path, why: object, remedy: str) -> LabError:
     """The error for a file whose content cannot be used."""
     return LabError(f"{path} is damaged: {' '.join(str(why).split())}; {remedy}")

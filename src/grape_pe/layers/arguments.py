@@ -34,17 +34,6 @@ def head_sizes(width: int, heads: int, kv_heads: int | None, head_dim: int | Non
     return kv_heads, width // heads if head_dim is None else head_dim
 
 
-def check_window(window: Any, sinks: Any) -> None:
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(
-            f"window must be None or the number of tokens a token sees, itself included; got {window!r}"
-        )
-    if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
-        raise ValueError(f"sinks must be a number of first tokens, 0 or more; got {sinks!r}")
-    if sinks and window is None:
-        raise ValueError(f"sinks={sinks} keeps the first tokens visible outside a window; set window as well")
-
-
 def check_qk_norm(value: Any) -> QKNorm:
     if value is not True and value is not False and value != "after":
         raise ValueError(

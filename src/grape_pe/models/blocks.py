@@ -13,8 +13,6 @@ from ..encodings import Encoding
 from ..layers import RMSNorm
 from .config import DecoderConfig
 
-EMBEDDING_STD = 0.02
-
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""

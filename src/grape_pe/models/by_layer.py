@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..attention.masks import check_window
 from ..encodings.registry import entry
 from ..encodings.registry import names as known_names
-from ..layers.arguments import check_window
 
 WINDOWED = re.compile(r"([^@]+)@w([1-9]\d*)")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from ..encodings import Encoding, build
 from ..layers import Attention
 from ..layers.arguments import QKNorm, check_qk_norm
+from .absolute import KINDS, AbsolutePositions
 from .by_layer import LayerSetting, label, layer_settings, options_for
 
 #: our names and those of Hugging Face's configurations, in which models are saved
@@ -30,12 +31,16 @@ HF_NAMES = {
     "qk_norm": "qk_norm",
     "output_norm": "output_norm",
     "output_gate": "output_gate",
+    "absolute": "absolute",
+    "max_positions": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
 #: fields that configurations saved by earlier versions lack
-LATER = ("output_norm", "output_gate")
-SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
+LATER = ("output_norm", "output_gate", "absolute", "max_positions")
+SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_positions")
+#: rows of a table of learned positions, unless given
+MAX_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,30 @@ class DecoderConfig:
     """Sizes and options of a decoder; every default is that of the paper's experiments.
 
     Args:
-        width: features of the residual stream. layers: blocks.
-        heads: query heads. kv_heads: key heads, if fewer. head_dim: width / heads unless given.
+        vocab_size: tokens of the vocabulary.
+        width: features of the residual stream.
+        layers: number of blocks.
+        heads: query heads.
+        kv_heads: key heads, if fewer; must divide `heads`.
+        head_dim: features of a head; width / heads unless given.
         hidden: features inside the SwiGLU, floor(8/3 width) unless given.
-        encoding: a name for `grape.build`, such as "grape-m+grape-ap"; or a list of names, which repeats over
-            the layers. "grape-m@w128" also sets the window of its layers.
+        encoding: a name for `grape.build`, such as "grape-m+grape-ap"; or a list of names, which repeats
+            over the layers. "grape-m@w128" also sets the window of its layers.
         encoding_options: options of the encoding; of several, each gets those it has.
-        window: a token sees fewer than `window` tokens back, itself included; a list repeats over the layers,
-            with None for layers that see all tokens. sinks: first tokens visible outside every window.
+        window: a token sees fewer than `window` tokens back, itself included; a list repeats over the
+            layers, with None for layers that see all tokens.
+        sinks: number of first tokens visible outside every window.
         shared_encoding: one encoding for the whole model instead of one for each layer.
         kv_shift: mix each key and value with the previous one.
         qk_norm: RMS-normalise queries and keys before they are encoded; "after": after the rotation, as the
             authors' RoPE and GRAPE-M models do.
-        output_norm: RMS-normalise each head's attention output. output_gate: multiply it by sigmoid(W x).
+        norm_eps: epsilon of the norms.
         tied: one matrix for the embedding and the head.
+        output_norm: RMS-normalise each head's attention output.
+        output_gate: multiply the attention output by sigmoid(W x).
+        absolute: add absolute positions to the embeddings, "sinusoidal" or "learned"; the encoding acts as well,
+            so use "nope" for these alone.
+        max_positions: rows of the learned table; longer sequences are refused.
     """
 
     vocab_size: int = 50304
@@ -77,9 +92,12 @@ class DecoderConfig:
     tied: bool = True
     output_norm: bool = False
     output_gate: bool = False
+    absolute: Literal["sinusoidal", "learned"] | None = None
+    max_positions: int = MAX_POSITIONS
 
     def __post_init__(self) -> None:
         self._check("width", "heads")
+        self._fill("max_positions", MAX_POSITIONS)
         self._fill("kv_heads", self.heads)
         self._fill("head_dim", self.width // self.heads)
         self._fill("hidden", math.floor(8 * self.width / 3))
@@ -89,6 +107,8 @@ class DecoderConfig:
         if not isinstance(self.encoding_options, Mapping):
             raise TypeError(f"encoding_options must be a mapping, got {self.encoding_options!r}")
         check_qk_norm(self.qk_norm)
+        if self.absolute is not None and self.absolute not in KINDS:
+            raise ValueError(f"absolute must be {', '.join(map(repr, KINDS))} or None, got {self.absolute!r}")
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -141,6 +161,13 @@ class DecoderConfig:
             head_dim=self.head_dim,
             width=self.width,
             **self.options_of(name),
+        )
+
+    def build_absolute(self) -> AbsolutePositions | None:
+        return (
+            None
+            if self.absolute is None
+            else AbsolutePositions(self.absolute, self.width, self.max_positions)
         )
 
     def options_of(self, name: str) -> dict[str, Any]:

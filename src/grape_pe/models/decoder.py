@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..attention.masks import check_window
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
 from ..encodings.prepared import Preparation
 from ..layers import Attention, RMSNorm
 from ..layers.arguments import call_layout, check_layers, check_model_cache, check_sinks
-from .blocks import EMBEDDING_STD, Block
+from .absolute import EMBEDDING_STD
+from .blocks import Block
 from .config import DecoderConfig
 from .loss import cross_entropy
 
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class DecoderCache:
-    """What all layers keep of the tokens so far. See `StreamingCache` for what each call does."""
+    """What all layers keep of the tokens so far. See `StreamingCache` for what each call does.
+
+    Args:
+        layers: one cache for each layer.
+    """
 
     def __init__(self, layers: list[StreamingCache]) -> None:
         self.layers = layers
@@ -62,6 +68,7 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        self.absolute = config.build_absolute()
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.encoding = config.build_encoding() if config.shared_encoding else None
@@ -72,8 +79,9 @@ class Trunk(nn.Module):
         nn.init.ones_(self.norm.weight)
         for block in self.layers:
             block.reset_parameters()  # type: ignore[operator]
-        if self.encoding is not None:
-            self.encoding.reset_parameters()
+        for part in (self.absolute, self.encoding):
+            if part is not None:
+                part.reset_parameters()
 
     def encodings(self) -> list[Encoding]:
         return [self.encoding_of(i) for i in range(len(self.layers))]
@@ -88,6 +96,7 @@ class Trunk(nn.Module):
         self, tokens: Tensor, layout: Layout, cache: DecoderCache | None = None, checkpointing: bool = False
     ) -> Tensor:
         x = self.embed_tokens(tokens)
+        x = x if self.absolute is None else self.absolute(x, layout)
         for i, block in enumerate(self.layers):
             held = None if cache is None else cache.layers[i]
             if checkpointing:
@@ -102,6 +111,9 @@ class Decoder(nn.Module):
 
     `gradient_checkpointing` recomputes each block in the backward pass. Built under `torch.device("meta")`
     it takes no memory; `to_empty` and `reset_parameters` then make it real.
+
+    Args:
+        config: sizes and options.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -193,10 +205,7 @@ class Decoder(nn.Module):
         With a `window`, a token sees fewer than so many tokens back, in every layer that has no smaller window
         of its own, and the `sinks` first.
         """
-        if sinks and window is None:
-            raise ValueError(
-                f"sinks={sinks} keeps the first tokens visible outside a window; set window as well"
-            )
+        check_window(window, sinks)
         layers = []
         for i, block in enumerate(self.model.layers):
             layer: Attention = block.self_attn  # type: ignore[assignment]

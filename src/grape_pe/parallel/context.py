@@ -149,7 +149,9 @@ class ContextParallel:
             (each,) = over_ring(crossings, [x for pair in views for x in pair], traces)
             rows.append(after(each))
         work = Attention(self.ring, bias, q.shape[-1] ** -0.5 if scale is None else scale, prune, impl)
-        out, _ = over_ring(work, [*rows, *bias.views().values()], [k, v, *bias.traces().values()])
+        out, _ = over_ring(
+            work, [*rows, *bias.query_tensors().values()], [k, v, *bias.key_tensors().values()]
+        )
         return out.to(v.dtype)
 
     @torch.compiler.disable

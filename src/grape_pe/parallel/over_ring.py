@@ -69,7 +69,7 @@ class Attention:
         q, *views = (along(x, pair.rows) for x in rows)
         k, v, *traces = (x[:, :, pair.cols] for x in keys)
         carried = views.pop(0)[..., pair.number] if self.has_path else None
-        names = [*self.bias.views(), *self.bias.traces()]
+        names = [*self.bias.query_tensors(), *self.bias.key_tensors()]
         bias = self.bias.replaced(dict(zip(names, [*views, *traces], strict=True)))
         hidden = None
         if self.has_path and not pair.own:

@@ -38,7 +38,7 @@ def _repeated(bias: Bias, count: int) -> Bias:
     return bias.replaced(
         {
             name: torch.cat([x, x[:, :, -1:].expand(-1, -1, count, *x.shape[3:])], 2)
-            for name, x in bias.traces().items()
+            for name, x in bias.key_tensors().items()
         }
     )
 

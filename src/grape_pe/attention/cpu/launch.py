@@ -13,7 +13,7 @@ import struct
 import torch
 from torch import Tensor
 
-from ...bias import Bias, DistanceBias, PathBias, SlopeBias
+from ...bias import Bias
 from .. import pruning
 from ..masks import Masks
 from ..problem import AttentionProblem, run, why_not
@@ -58,7 +58,7 @@ def why_not_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> st
         return f"it computes on the CPU, and q is on {q.device}"
     if q.dtype == torch.float64:
         return "it computes in float32, and q is float64"
-    return why_not(bias, (SlopeBias, PathBias, DistanceBias)) or build.why_not()
+    return why_not(bias) or build.why_not()
 
 
 def attend_cpu(

@@ -8,6 +8,7 @@ With dS the gradient of a logit, and keys walked from the last to the first (doc
 
     d rate_q[t] =  sum_j dS (c_j - c_t)              d rate_k[j] = sum_t dS (c_j - c_t)
     d c_q[t]    = -sum_j dS rate_k[j] - rate_q d lse  d c_k[j]   = sum_t dS (rate_q[t] + rate_k[j])
+    d mix[t, s] =  sum_j dS table[s, e(t, j)]        d table[s, e] = sum_t mix[t, s] sum of dS with e(t, j) = e
     d edge(t, l) = rate * sum_{j < l} dS(t, j) = rate * (TOTAL[t] - sum_{j >= l} dS(t, j))
 
 The launch adds the rate_q part of d c_q. The sums over edges and over dS to the right of every BORDER keys
@@ -29,15 +30,19 @@ from .tile import (
     LN2,
     LOG2E,
     PATCH,
+    add_distances,
     add_slopes,
     edges,
     key_range,
     load_rows,
+    mix_of,
     path_step,
     slope_offset,
     slope_rate,
     sound_keys,
     store_rows,
+    table_entry,
+    table_value,
     visible,
     zeros,
 )
@@ -78,12 +83,63 @@ def _add_d_rate(d_rate, ds, slopes, at, KIND: tl.constexpr, KEYS: tl.constexpr):
     return found
 
 
+@triton.jit
+def _table_step(
+    D_TABLE, d_mix, ends, ds, distances, at, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Adds a tile of dS to this program's own d table, to d mix, and to each row's sums outside the table.
+
+    Where positions run on, m + n (keys descend) tells the entry, and the sums along it are all there is to do.
+    Else the loop goes through the differences of entry and m + n, one at a time: pairs of one have an entry each.
+    """
+    TABLES: tl.constexpr = KIND.tables
+    L = distances[4]
+    entry, near = table_entry(distances, at, 1)
+    inside = entry == near
+    if KIND.beyond == 0:
+        ends = (
+            ends[0] + tl.sum(tl.where(entry < near, ds, 0.0), 1),
+            ends[1] + tl.sum(tl.where(entry > near, ds, 0.0), 1),
+        )
+    if KIND.mixed:
+        reached = ds
+        if KIND.beyond != 0:
+            reached = tl.where(inside, ds, 0.0)
+        more = ()
+        for s in tl.static_range(TABLES):
+            more = more + (d_mix[s] + tl.sum(reached * table_value(distances, s, near, at, 1), 1),)
+        d_mix = more
+    m, n = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    # Column n of a turned tile holds the pairs whose m + n is n, plus BN where it wrapped, plus whole blocks of BN.
+    turn = (n - m) & (BN - 1)
+    wrapped = n < (m & (BN - 1))
+    block = tl.arange(0, BM // BN)[:, None] * BN + n
+    inside = inside & (ds != 0.0)
+    start = tl.where(inside, near - m - n, L)
+    here = tl.min(start)  # by axes, triton 3.7.1 fails to compile it for sm_100
+    while here < L:
+        turned = tl.gather(tl.where(start == here, ds, 0.0), turn, 1)
+        for s in tl.static_range(TABLES):
+            y = turned
+            if KIND.mixed:
+                y *= mix_of(distances, s, at, KIND)[:, None]
+            for wrap in tl.static_range(2):
+                sums = tl.sum(tl.reshape(tl.where(wrapped == (wrap == 1), y, 0.0), (BM // BN, BN, BN)), 1)
+                to = here + wrap * BN + block
+                pointers = D_TABLE + s * (L + 2) + 1 + to
+                real = (to >= 0) & (to < L)
+                tl.store(pointers, tl.load(pointers, mask=real, other=0.0) + sums, mask=real)
+                tl.debug_barrier()  # the next loads are of numbers that other threads stored
+        here = tl.min(tl.where(start > here, start, L))
+    return d_mix, ends
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def query_kernel(
-    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, PADDING, POISON,
-    FIRST, CARRY, RIGHT, TOTAL, DQ, D_RATE, D_C, D_PROBE, D_PATH_RATE,
+    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, TABLE, MIX, PLACE_Q,
+    PLACE_K, DOCS, PADDING, POISON, FIRST, CARRY, RIGHT, TOTAL, DQ, D_RATE, D_C, D_PROBE, D_PATH_RATE, D_TABLE, D_MIX,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h,
+    stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, table_h, L,
     H, HKV, HP, TQ, TK, window, heads_from, borders, scale,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
@@ -106,6 +162,7 @@ def query_kernel(
         RATE_Q + b * rq_b + h * rq_h, RATE_K + b * rk_b + h * rk_h,
         C_Q + b * cq_b + h * cq_h, C_K + b * ck_b + h * ck_h,
     )  # fmt: skip
+    distances = (TABLE + h * table_h, MIX + bh * TQ * KIND.tables, PLACE_Q + b * TQ, PLACE_K + b * TK, L)
     Q += b * stride_qb + h * stride_qh
     D_OUT += b * stride_ob + h * stride_oh
     q = load_rows(Q, row, m, stride_qt, live_q, KIND.d, KIND.block_d, True)
@@ -140,6 +197,10 @@ def query_kernel(
     d_path_rate = tl.zeros((BM,), tl.float32)
     d_rate = (tl.zeros((BM,), tl.float32),) * TERMS
     d_c = (tl.zeros((BM,), tl.float32),) * TERMS
+    TABLES: tl.constexpr = KIND.tables
+    d_mix = (tl.zeros((BM,), tl.float32),) * TABLES
+    ends = (tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32))
+    D_TABLE += (place * tl.num_programs(0) + tl.program_id(0)) * TABLES * (L + 2)
     n = tl.arange(0, BN)
     hi = end
     for phase in tl.static_range(2 if SIMPLE else 1):  # phase 0: tiles that need a mask
@@ -154,7 +215,7 @@ def query_kernel(
             k = load_rows(K, top, -n, stride_kt, live, KIND.d, KIND.block_d, phase == 0)
             v = load_rows(V, top, -n, stride_vt, live, KIND.dv, KIND.block_dv, phase == 0)
             x = tl.dot(q, tl.trans(k), input_precision=KIND.precision) * (scale * LOG2E)
-            x = add_slopes(x, slopes, at, KIND, 1)
+            x = add_distances(add_slopes(x, slopes, at, KIND, 1), distances, at, KIND, 1)
             if KIND.path:
                 border = (top // BORDER) * TQ
                 at_border = live_q & ((top + 1 + 0 * i) % BORDER == 0)  # a tensor, as in keys_kernel
@@ -178,6 +239,8 @@ def query_kernel(
                     theirs = slope_rate(slopes, r, at, False, True, 1)
                     more = more + (d_c[r] - tl.sum(ds * theirs, 1),)
                 d_c = more
+            if KIND.d_table:
+                d_mix, ends = _table_step(D_TABLE, d_mix, ends, ds, distances, at, KIND, BM, BN)
             if KIND.path:
                 d_path_rate += tl.sum(ds * path, 1)
                 after = tl.cumsum(ds, 1) - ds + right[:, None]  # over the keys after j
@@ -199,6 +262,15 @@ def query_kernel(
             tl.store(D_RATE + (bh * TERMS + r) * TQ + i, d_rate[r], mask=live_q)
         if KIND.d_c and KIND.rate_k:
             tl.store(D_C + (bh * TERMS + r) * TQ + i, d_c[r], mask=live_q)
+    for s in tl.static_range(TABLES):
+        if KIND.d_table:
+            tl.store(D_MIX + (bh * TABLES + s) * TQ + i, d_mix[s], mask=live_q)
+            below, above = ends
+            if KIND.mixed:
+                mix = mix_of(distances, s, (i, i, live_q, live_q, TQ, TK), KIND)
+                below, above = below * mix, above * mix
+            tl.store(D_TABLE + s * (L + 2), tl.sum(below, 0))
+            tl.store(D_TABLE + s * (L + 2) + L + 1, tl.sum(above, 0))
 
 
 @triton.jit
@@ -215,10 +287,10 @@ def _last_row(FIRST, end, key_end, TQ, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def key_kernel(
-    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, DOC_ENDS,
-    PADDING, POISON, FIRST, CARRY, RIGHT, TOTAL, DK, D_V, D_RATE, D_C, D_PROBE,
+    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, TABLE, MIX, PLACE_Q,
+    PLACE_K, DOCS, DOC_ENDS, PADDING, POISON, FIRST, CARRY, RIGHT, TOTAL, DK, D_V, D_RATE, D_C, D_PROBE,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h,
+    stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, table_h, L,
     H, HKV, HP, TQ, TK, window, heads_from, borders, scale,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -239,6 +311,7 @@ def key_kernel(
         RATE_Q + b * rq_b + h * rq_h, RATE_K + b * rk_b + h * rk_h,
         C_Q + b * cq_b + h * cq_h, C_K + b * ck_b + h * ck_h,
     )  # fmt: skip
+    distances = (TABLE + h * table_h, MIX + bh * TQ * KIND.tables, PLACE_Q + b * TQ, PLACE_K + b * TK, L)
     live = sound_keys(masks, POISON + (b * HKV + hk) * TK, j, TK, KIND, True)[0]
     k = load_rows(K, top, -n, stride_kt, live, KIND.d, KIND.block_d, True)
     v = load_rows(V, top, -n, stride_vt, live, KIND.dv, KIND.block_dv, True)
@@ -308,7 +381,7 @@ def key_kernel(
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + i, mask=live_q, other=0.0)
             x = tl.dot(k, tl.trans(q), input_precision=KIND.precision) * (scale * LOG2E)
-            x = add_slopes(x, slopes, at, KIND, 0)
+            x = add_distances(add_slopes(x, slopes, at, KIND, 0), distances, at, KIND, 0)
             if KIND.path:
                 p = load_rows(PROBE_Q, row, m, KIND.p, live_q, KIND.p, KIND.block_p, True)
                 edge, slope = edges(tl.dot(probe, tl.trans(p), input_precision="tf32x3"), KIND.bounded)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bias import NO_BIAS, Bias, PathBias, SlopeBias, SlopeTerm
+from ...bias import NO_BIAS, Bias, DistanceBias, PathBias, SlopeBias, SlopeTerm
 from .. import attend
 from . import tune
 from .store import Tiles
@@ -34,6 +34,8 @@ ALWAYS = 1e-5
 #: in half precision the gradients of float32 rates and coordinates have half precision too.
 OURS = ("cpu", "triton")
 BATCH, HEADS, KV_HEADS, PROBE = 2, 4, 2, 8
+#: mixed tables, and their distances: fewer than there are
+TABLES, FIRST, DISTANCES = 2, -20, 90
 #: decoding: so many of the last tokens ask, without gradients
 FEW = (1, 3)
 #: bytes filled with NaN and freed before a repetition, so that reads of memory nobody wrote are seen
@@ -85,14 +87,17 @@ def inputs(problem: Problem) -> Tensors:
         "k": normal(KV_HEADS, length, problem.head_dim).to(dtype),
         "v": normal(KV_HEADS, length, problem.value_dim).to(dtype),
     }
-    if problem.bias in ("slope", "both"):
+    if "slope" in problem.bias:
         c = (0.3 * normal(HEADS, length).abs()).cumsum(-1)
         rates = {name: (0.2 * normal(HEADS, length).abs()).float() for name in ("rate_q", "rate_k")}
         made |= {"c_q": c, "c_k": c.clone(), **rates}
-    if problem.bias in ("path", "both"):
+    if "path" in problem.bias:
         rate = 2.0 ** -torch.arange(1, HEADS + 1).view(1, HEADS, 1)
         made |= {name: normal(KV_HEADS, length, PROBE).to(dtype) for name in ("probe_q", "probe_k")}
         made["rate"] = rate.float()
+    if "distance" in problem.bias:
+        made["table"] = normal(HEADS, 1, TABLES, DISTANCES)[:1].float()
+        made["mix"] = normal(HEADS, length, TABLES).float()
     return {name: tensor.to(problem.device) for name, tensor in made.items()}
 
 
@@ -102,6 +107,9 @@ def bias_of(t: Tensors) -> Bias:
         bias = bias + SlopeBias((SlopeTerm(t["c_q"], t["c_k"], t["rate_q"], t["rate_k"]),))
     if "probe_q" in t:
         bias = bias + PathBias(t["probe_q"], t["probe_k"], t["rate"])
+    if "table" in t:
+        places = torch.arange(t["q"].shape[2], device=t["q"].device)[None, None]
+        bias = bias + DistanceBias(places, places, t["table"], t["mix"], FIRST)
     return bias
 
 

@@ -26,7 +26,7 @@ TENSOR_MEMORY_LIMIT = 512
 INTERPRETED = triton.knobs.runtime.interpret
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-    torch.int32: "*i32", torch.bool: "*i1", torch.uint8: "*u8",
+    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8",
 }  # fmt: skip
 
 

@@ -12,14 +12,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import LENGTHS, LOG2E, edges, live_keys, load_rows, logsumexp, softmax_step, visible, zeros
+from .tile import (
+    LENGTHS,
+    LOG2E,
+    add_distances,
+    edges,
+    live_keys,
+    load_rows,
+    logsumexp,
+    softmax_step,
+    visible,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def decode_kernel(
-    Q, K, V, PARTS, STATS, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, DOCS, PADDING,
+    Q, K, V, PARTS, STATS, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, TABLE, MIX,
+    PLACE_Q, PLACE_K, DOCS, PADDING,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, H, HKV, HP, TQ, TK, window, key_from, part_keys, scale,
+    rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, table_h, L,
+    H, HKV, HP, TQ, TK, window, key_from, part_keys, scale,
     KIND: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """PARTS[b, h, i, part] the sum of weighted values; STATS the maximum, the sum of weights and of edges."""
@@ -41,6 +54,8 @@ def decode_kernel(
     K += b * stride_kb + hk * stride_kh
     V += b * stride_vb + hk * stride_vh
     masks = (DOCS + b * TK, PADDING + b * TK)
+    mix = MIX + (b * H + h) * TQ * KIND.tables
+    distances = (TABLE + h.to(tl.int64) * table_h, mix, PLACE_Q + b * TQ, PLACE_K + b * TK, L)
     p = q
     rate = tl.zeros((BM,), tl.float32)
     if KIND.path:
@@ -86,6 +101,7 @@ def decode_kernel(
                 keys = (b * rk_b + h * rk_h + r * TK)[:, None] + j[None, :]
                 slope += tl.load(RATE_K + keys, mask=both, other=0.0)
             x += (slope * LOG2E) * offset
+        x = add_distances(x, distances, (i, j, live_q, live, TQ, TK), KIND, 1)
         if KIND.path:
             probe = load_rows(PROBE_K, top + 1, -n, KIND.p, j + 1 < TK, KIND.p, KIND.block_p, True)
             edge = edges(tl.dot(p, tl.trans(probe), input_precision="tf32x3"), KIND.bounded)[0]

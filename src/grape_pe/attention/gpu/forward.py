@@ -17,6 +17,7 @@ from .tile import (
     LN2,
     LOG2E,
     PATCH,
+    add_distances,
     add_slopes,
     key_range,
     live_keys,
@@ -112,9 +113,10 @@ def _bound(BOUNDS, slopes, reach, path, i, live, hi, TQ, patches, KIND: tl.const
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     Q, K, V, OUT, FINE, LSE, FIRST, WORK, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE,
-    DOCS, PADDING, POISON, BOUNDS, TAU,
+    TABLE, MIX, PLACE_Q, PLACE_K, DOCS, PADDING, POISON, BOUNDS, TAU,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, H, HKV, HP, TQ, TK, window, patches, scale,
+    rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, table_h, L,
+    H, HKV, HP, TQ, TK, window, patches, scale,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """out, logsumexp, the first key each PATCH rows reached, tiles computed and tiles visible.
@@ -140,6 +142,7 @@ def forward_kernel(
         RATE_Q + b * rq_b + h * rq_h, RATE_K + b * rk_b + h * rk_h,
         C_Q + b * cq_b + h * cq_h, C_K + b * ck_b + h * ck_h,
     )  # fmt: skip
+    distances = (TABLE + h * table_h, MIX + bh * TQ * KIND.tables, PLACE_Q + b * TQ, PLACE_K + b * TK, L)
     Q += b * stride_qb + h * stride_qh
     q = load_rows(Q, row, m, stride_qt, live_q, KIND.d, KIND.block_d, True)
     p = q
@@ -183,7 +186,8 @@ def forward_kernel(
                 live, poison = sound_keys(masks, POISON, j, TK, KIND, phase == 0)
                 k = load_rows(K, top, -n, stride_kt, live, KIND.d, KIND.block_d, phase == 0)
                 x = tl.dot(q, tl.trans(k), input_precision=KIND.precision) * (scale * LOG2E)
-                x = add_slopes(x, slopes, (i, j, live_q, live, TQ, TK), KIND, 1)
+                at = (i, j, live_q, live, TQ, TK)
+                x = add_distances(add_slopes(x, slopes, at, KIND, 1), distances, at, KIND, 1)
                 if KIND.path:
                     _, path, _, carry = path_step(PROBE_K, p, carry, top, n, t, TK, KIND, phase == 0)
                     x += rate * path

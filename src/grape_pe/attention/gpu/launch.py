@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,8 +67,7 @@ class Plan:
         """The tile `grape doctor --tune` kept for this kernel; only candidates count."""
         p, kept = self.problem, forced or {}
         if forced is None and p.q.device.type == "cuda":
-            bias = ("none", "slope", "path", "both")[(p.c_q is not None) + 2 * (p.probe_q is not None)]
-            case = Case.of(p.q.dtype, p.q.shape[-1], p.v.shape[-1], bias)
+            case = Case.of(p.q.dtype, p.q.shape[-1], p.v.shape[-1], p.bias_kind)
             kept = kept_tiles(describe(p.q.device), case)
         return next((tile for tile in TILES[kernel] if list(tile) == kept.get(kernel)), None)
 
@@ -87,8 +87,11 @@ class Plan:
 
 
 def prunes(p: AttentionProblem) -> bool:
-    """Whether the forward may stop a walk early; then the backward walks the same keys."""
-    biased = p.c_q is not None or p.probe_q is not None
+    """Whether the forward may stop a walk early; then the backward walks the same keys.
+
+    Not with a table: it may rise again at any distance, and no bound of the distances to come is kept.
+    """
+    biased = (p.c_q is not None or p.probe_q is not None) and p.table is None
     return biased and p.causal and p.q.shape[2] >= PATCH and pruning.worthwhile(p, PATCH)
 
 
@@ -153,6 +156,7 @@ def _kind(p: AttentionProblem) -> Kind:
         prune=prunes(p), exact=exact(p), terms=0 if p.c_q is None else p.c_q.shape[0],
         rate_q=p.rate_q is not None, rate_k=p.rate_k is not None,
         path=p.probe_q is not None, bounded=p.bounded,
+        tables=0 if p.table is None else p.table.shape[1], mixed=p.mix is not None, beyond=p.beyond,
     )  # fmt: skip
 
 
@@ -167,6 +171,7 @@ def _shared(p: AttentionProblem, kind: Kind) -> dict[str, Any]:
         "RATE_Q": made(p.rate_q, _by_head), "RATE_K": made(p.rate_k, _by_head),
         "C_Q": made(p.c_q, _in_two), "C_K": made(p.c_k, _in_two),
     }  # fmt: skip
+    table = made(p.table, lambda x: x[:1] if x.stride(0) == 0 else x)  # (H|1, S, L)
     strides = _strides("q", q) | _strides("k", k) | _strides("v", v)
     for name, x in slopes.items():  # over batch and heads; zero where it is shared
         short = name[0].lower() + name[-1].lower()
@@ -178,6 +183,9 @@ def _shared(p: AttentionProblem, kind: Kind) -> dict[str, Any]:
         "DOCS": made(p.documents, first_of_document), "PADDING": made(p.key_padding, Tensor.byte),
         "PROBE_Q": made(p.probe_q, _dense), "PROBE_K": made(p.probe_k, _dense),
         "PATH_RATE": q if p.path_rate is None else p.path_rate,
+        "TABLE": table, "L": 0 if p.table is None else p.table.shape[2],
+        "table_h": 0 if table.shape[0] == 1 else table.stride(0), "MIX": made(p.mix, _dense),
+        "PLACE_Q": made(p.place_q, lambda x: x - p.first), "PLACE_K": made(p.place_k, _dense),
         "H": q.shape[1], "HKV": k.shape[1], "HP": 1 if p.probe_q is None else p.probe_q.shape[1],
         "TQ": q.shape[2], "TK": k.shape[2], "patches": triton.cdiv(k.shape[2], PATCH),
         "window": p.window if kind.window else 0, "scale": p.scale, "STRIDE": STRIDE,
@@ -314,6 +322,8 @@ def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
     for name in ("rate", "c"):
         if {f"{name}_q", f"{name}_k"} & set(wanted):
             grads |= {f"{name}_q": room(kind.terms, queries), f"{name}_k": room(kind.terms, keys)}
+    if p.table is not None and {"table", "mix"} & set(wanted):
+        grads |= {"table": room(*p.table.shape[1:]), "mix": room(kind.tables, queries)}
     return grads
 
 
@@ -326,7 +336,7 @@ def plan_backward(
     grads: dict[str, Tensor],
 ) -> Iterator[Launch]:
     p, docs = plan.problem, plan.shared["DOCS"]
-    kind = replace(plan.kind, d_rate="rate_q" in grads, d_c="c_q" in grads)
+    kind = replace(plan.kind, d_rate="rate_q" in grads, d_c="c_q" in grads, d_table="table" in grads)
     out, lse, _, fine, first = results
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     d_out, delta = _dense(d_out), torch.empty_like(lse)
@@ -345,6 +355,7 @@ def plan_backward(
         for side in "qk"
     )
     query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
+    query_side |= {"D_TABLE": lse, "D_MIX": grads.get("mix", lse)}
     ends = end_of_document(docs) if kind.documents else docs
     key_side |= {"DK": grads["k"], "D_V": grads["v"], "DOC_ENDS": ends}
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
@@ -354,16 +365,24 @@ def plan_backward(
         query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), shared | query_side | border
     )
     borders, at_once = key.grid[0], batch * heads
-    sums: dict[str, Tensor] = {}
-    if kind.path:
-        at_once = max(1, min(at_once, CARRY_BYTES // (8 * queries * borders)))
-        sums = {name: lse.new_empty(at_once * borders * queries) for name in ("CARRY", "RIGHT")}
-        sums["TOTAL"] = lse.new_empty(at_once * queries)
+    sizes = {"CARRY": borders * queries, "RIGHT": borders * queries, "TOTAL": queries} if kind.path else {}
+    tables = query.grid[0], kind.tables, plan.shared["L"] + 2  # of each program, with both sides beyond
+    if kind.d_table:
+        sizes["D_TABLE"] = math.prod(tables)
+    at_once = max(1, min(at_once, CARRY_BYTES // (4 * max(1, sum(sizes.values())))))
+    sums = {name: lse.new_empty(at_once * size) for name, size in sizes.items()}
     for start in range(0, batch * heads, at_once):
         count = min(at_once, batch * heads - start)
+        if kind.d_table:
+            sums["D_TABLE"].zero_()
         for step in (query, key):
             arguments = {**step.arguments, **sums, "heads_from": start, "borders": borders}
             yield Launch(step.kernel, (step.grid[0], count), arguments, step.tile)
+        if kind.d_table:
+            found = sums["D_TABLE"].view(at_once, *tables)[:count].sum(1)
+            found[..., 1] += found[..., 0]
+            found[..., -2] += found[..., -1]
+            grads["table"].flatten(0, 1)[start : start + count] = found[..., 1:-1]
 
 
 def _gathered(p: AttentionProblem, name: str, grad: Tensor, d_lse: Tensor | None) -> Tensor:
@@ -371,6 +390,10 @@ def _gathered(p: AttentionProblem, name: str, grad: Tensor, d_lse: Tensor | None
     like = getattr(p, name)
     if name == "path_rate":
         grad = grad.sum((0, 2))
+    elif name == "table":
+        grad = grad.sum(0)
+    elif name == "mix":
+        grad = grad.mT
     elif name not in ("c_q", "c_k", "rate_q", "rate_k"):
         if like.shape[1] != grad.shape[1]:
             grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)

@@ -75,7 +75,7 @@ def release(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """Which kernels a call needs: head sizes as the kernels pad them, bias none | slope | path | both."""
+    """Which kernels a call needs: head sizes as the kernels pad them, bias as in problem.bias_kind."""
 
     dtype: str
     head_dim: int

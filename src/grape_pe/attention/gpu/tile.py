@@ -1,12 +1,13 @@
-"""Device functions that the kernels share: loads of rows, slopes, paths, masks, and the range of keys.
+"""Device functions that the kernels share: loads of rows, each kind of bias, masks, and the range of keys.
 
 Letters: BM queries and BN keys make a tile; t is the token a query stands at, j a key. Keys run in descending
 order, so a running sum along them is the path sum from the query down. Logits are in units of log 2: log2(e) is
 in the scale and in the rates. Tiles are (BM, BN), and (BN, BM) where KEYS, the axis of the keys, is 0: a vector
 over queries is expanded at axis KEYS, one over keys at 1 - KEYS.
 
-Arguments that go together are tuples: `slopes` (RATE_Q, RATE_K, C_Q, C_K of one head), `masks` (DOCS, PADDING of
-one sequence), `at` (i, j, live_q, live_k, TQ, TK: rows, keys, which of them to read, how many there are).
+Arguments that go together are tuples: `slopes` (RATE_Q, RATE_K, C_Q, C_K of one head), `distances` (TABLE, MIX of
+one head, PLACE_Q, PLACE_K of one sequence, L: entries of a table), `masks` (DOCS, PADDING of one sequence), `at`
+(i, j, live_q, live_k, TQ, TK: rows, keys, which of them to read, how many there are).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -25,7 +26,20 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 #: queries that share one entry of FIRST, and keys that share one entry of BOUNDS
 PATCH: tl.constexpr = tl.constexpr(64)
 #: arguments that change from call to call and must not compile a kernel each
-LENGTHS = ["H", "HKV", "HP", "TQ", "TK", "window", "patches", "heads_from", "borders", "parts"]
+LENGTHS = [
+    "H",
+    "HKV",
+    "HP",
+    "TQ",
+    "TK",
+    "L",
+    "table_h",
+    "window",
+    "patches",
+    "heads_from",
+    "borders",
+    "parts",
+]
 LENGTHS += ["key_from", "part_keys", *(f"{x}_{axis}" for x in ("rq", "rk", "cq", "ck") for axis in "bh")]
 
 
@@ -51,8 +65,12 @@ class Kind:
     rate_k: bool
     path: bool
     bounded: bool
+    tables: int  # of distances
+    mixed: bool
+    beyond: int  # outside the tables: 0 the last entry, 1 zero, 2 -inf
     d_rate: bool = False  # wanted gradients
     d_c: bool = False
+    d_table: bool = False
 
 
 @triton.jit
@@ -174,6 +192,47 @@ def add_slopes(x, slopes, at, KIND: tl.constexpr, KEYS: tl.constexpr):
     for r in tl.static_range(TERMS):
         rate = slope_rate(slopes, r, at, KIND.rate_q, KIND.rate_k, KEYS)
         x += (rate * LOG2E) * slope_offset(slopes, r, at, KEYS)
+    return x
+
+
+@triton.jit
+def table_entry(distances, at, KEYS: tl.constexpr):
+    """The entry of a table at each distance, and the nearest one that there is. PLACE_Q is less the first distance."""
+    ours = tl.load(distances[2] + at[0], mask=at[2], other=0)
+    theirs = tl.load(distances[3] + at[1], mask=at[3], other=0)
+    entry = tl.expand_dims(ours, KEYS) - tl.expand_dims(theirs, 1 - KEYS)
+    return entry, tl.minimum(tl.maximum(entry, 0), distances[4] - 1).to(tl.int32)
+
+
+@triton.jit
+def table_value(distances, s, near, at, KEYS: tl.constexpr):
+    """Table s at these entries. TABLE is one pointer or, as where heads are packed, one for each query."""
+    return tl.load(tl.expand_dims(distances[0] + 0 * at[0], KEYS) + s * distances[4] + near)
+
+
+@triton.jit
+def mix_of(distances, s, at, KIND: tl.constexpr):
+    """Each query's weight of table s; not zero where there is no query, because 0 * inf would be NaN."""
+    return tl.load(distances[1] + at[0] * KIND.tables + s, mask=at[2], other=1.0)
+
+
+@triton.jit
+def add_distances(x, distances, at, KIND: tl.constexpr, KEYS: tl.constexpr):
+    """x + sum over tables of mix * table[entry] (Eq. D1)."""
+    TABLES: tl.constexpr = KIND.tables
+    if TABLES > 0:
+        entry, near = table_entry(distances, at, KEYS)
+        total = tl.zeros_like(x)
+        for s in tl.static_range(TABLES):
+            value = table_value(distances, s, near, at, KEYS)
+            if KIND.mixed:
+                value *= tl.expand_dims(mix_of(distances, s, at, KIND), KEYS)
+            total += value
+        if KIND.beyond == 1:
+            total = tl.where(entry == near, total, 0.0)
+        if KIND.beyond == 2:
+            total = tl.where(entry == near, total, float("-inf"))
+        x += total * LOG2E
     return x
 
 

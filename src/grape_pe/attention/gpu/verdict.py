@@ -67,7 +67,7 @@ class Verdict:
 def why_not_trusted(q: Tensor, v: Tensor, bias_kind: str, mask_names: tuple[str, ...]) -> str | None:
     """Why `auto` should not use the Triton kernels for this call, or None when they passed their check.
 
-    `bias_kind` is none | slope | path | both; `mask_names` are some of causal, window, documents, padding.
+    `bias_kind` is that of problem.py; `mask_names` are some of causal, window, documents, padding.
     The first call of a kind may take a minute; later ones look in a dict. Nothing waits for the device.
     """
     heads = padded(q.shape[-1]), padded(v.shape[-1])

@@ -23,7 +23,7 @@ from ...attention.gpu.store import Case
 from ...attention.gpu.verdict import Verdict
 from .machine import scrub
 
-BIASES = ("none", "slope", "path", "both")
+BIASES = ("none", "slope", "path", "slope+path", "distance")
 CAUSAL, ALL_MASKS = ("causal",), ("causal", "documents", "padding", "window")
 #: longest sequence at which the dense reference is timed
 LONGEST_DENSE = 1024
@@ -104,7 +104,7 @@ def rows(device: str, what: Plan, progress: Callable[[str], None]) -> Iterator[R
 
 def _crashes(device: str) -> dict[str, str]:
     """Our compiled CPU kernel runs in a child process first: a crash would end the doctor too."""
-    problem = Problem("cpu", "cpu", "float32", 64, 64, "both")
+    problem = Problem("cpu", "cpu", "float32", 64, 64, "slope+path+distance")
     if device != "cpu" or "cpu" not in implementations() or why_not(problem, inputs(problem)) is not None:
         return {}
     found = verdict.run(asdict(problem))

@@ -44,12 +44,19 @@ class PretrainedDecoder(nn.Module):
 
     def encodings(self) -> list[Encoding]:
         """The encoding of each layer."""
-        trunk = self.pretrained.model
+        trunk = self.pretrained.base_model
         return [trunk.encoding_of(i) for i in range(len(trunk.layers))]
+
+    def attentions(self) -> list[Any]:
+        """The attention of each layer."""
+        trunk = self.pretrained.base_model
+        return [trunk.attention_of(i) for i in range(len(trunk.layers))]
 
     def hidden(self, tokens: Tensor, *, cache: DynamicCache | None = None) -> Tensor:
         """Last hidden states (B, T, C)."""
-        found = self.pretrained.model(input_ids=tokens, past_key_values=cache, use_cache=cache is not None)
+        found = self.pretrained.base_model(
+            input_ids=tokens, past_key_values=cache, use_cache=cache is not None
+        )
         hidden = found.last_hidden_state
         assert isinstance(hidden, Tensor)
         return hidden
@@ -69,12 +76,13 @@ class PretrainedDecoder(nn.Module):
         return hidden @ self.head.T if targets is None else cross_entropy(hidden, self.head, targets, count)
 
     def cache(self, *, window: int | None = None, rollback: int = 0) -> DynamicCache:
-        """An empty cache; with a `window`, a token sees fewer than so many tokens back."""
+        """An empty cache; with a `window`, a token sees fewer than so many tokens back, in any layer."""
         cache = DynamicCache()
         cache.layers = []
-        for encoding in self.encodings():
+        for encoding, attention in zip(self.encodings(), self.attentions(), strict=True):
             layer = GrapeDynamicLayer()
-            layer.stream = StreamingCache(encoding, window=window, rollback=rollback)
+            reach = min((w for w in (window, attention.window) if w is not None), default=None)
+            layer.store = StreamingCache(encoding, window=reach, rollback=rollback)
             layer.is_initialized = True
             cache.layers.append(layer)
         return cache
@@ -82,7 +90,7 @@ class PretrainedDecoder(nn.Module):
     def observe(self, tokens: Tensor) -> list[LayerView]:
         """What every layer's encoding does on tokens (T,)."""
         seen = watch(self, self.encodings(), tokens[None].to(self.head.device))
-        scales = [layer.self_attn.scale for layer in self.pretrained.model.layers]
+        scales = [attention.scale for attention in self.attentions()]
         return [
             LayerView(i, *each, scale=scale) for i, (each, scale) in enumerate(zip(seen, scales, strict=True))
         ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..compare.arms import Arm
+from ..config import flat
 from ..evaluate.benchmarks import Scores
-from ..files import read_json
+from ..files import read_json, write_text
+from ..report.adapted_tables import BEFORE
 from ..report.cells import Cell, Table
 from ..report.curves import loss_figures
 from ..report.figure import Figure, View, axis, heatmap
@@ -17,20 +20,22 @@ from ..report.page import Part, legend, page, part, pictures, recipe_html, table
 from ..report.picture_figures import RAMP
 from ..report.results import ArmResults, LanguageRun, Recipe, Results
 from ..report.runs import read_lm_scores
-from ..report.stored import Evaluation, checked, curves, flat
+from ..report.stored import Evaluation, checked, curves
 from ..report.style import styles
 from ..report.tables import tables
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
-from .settings import AdaptConfig
+from .settings import PASSKEY, AdaptConfig
+from .trained import scaled
 from .trainer import AGAIN, evaluation_file
 
-RESULT, BEFORE = "result.json", "before"
+RESULT, LINES = "result.json", "results.jsonl"
 
 
 def write_adapt_report(root: Path, runs: Mapping[str, Path]) -> Path:
-    """Read the finished runs, by label, and write report.html in `root`."""
+    """Read the finished runs, by label, and write report.html and results.jsonl (for grape report) in `root`."""
     found = adapt_results(runs)
     learned = {label: read_json(place / RESULT, AGAIN) for label, place in runs.items()}
+    write_text(root / LINES, "".join(json.dumps(line) + "\n" for line in _lines(found)))
     return write_page(adapt_page(found, learned), root / "report.html")
 
 
@@ -43,25 +48,49 @@ def adapt_results(runs: Mapping[str, Path]) -> Results:
         config = read_config(place, AdaptConfig)
         assert isinstance(config, AdaptConfig)
         if not arms:
-            arms.append(_arm(BEFORE, place, config, 0))
+            arms.append(_arm(BEFORE, _unscaled(runs), config, 0))
         arms.append(_arm(label, place, config, config.train.steps))
         scores |= dict(_scores(label, place))
         recipes.append(_recipe(place, config))
     return Results(tuple(arms), (recipes[0],), (), (), scores)
 
 
+def _unscaled(runs: Mapping[str, Path]) -> Path:
+    """A run that began with the logits of the pretrained model; the first if all rescale its frequencies."""
+    for place in runs.values():
+        if not scaled(read_config(place, AdaptConfig)):  # type: ignore[arg-type]
+            return place
+    return next(iter(runs.values()))
+
+
 def _arm(label: str, place: Path, config: AdaptConfig, step: int) -> ArmResults:
     path = evaluation_file(place, step)
-    said = {"label": label, "seed": config.seed, "train_length": config.adapt.context}
-    cost = {} if label == BEFORE else read_json(place / RESULT, AGAIN)
-    known = {name: cost[name] for name in ("tokens_per_second",) if name in cost}
-    memory = {"peak_memory_bytes": float(cost["peak_memory_bytes"])} if cost else {}
-    values = {**read_json(path, AGAIN), **said, **known, **memory}
-    evaluation = checked(Evaluation, values, path, AGAIN)
+    said: dict[str, Any] = {"label": label, "seed": config.seed, "train_length": config.adapt.context}
+    if label != BEFORE:
+        cost = read_json(place / RESULT, AGAIN)
+        said |= {
+            "tokens_per_second": cost["tokens_per_second"],
+            "peak_memory_bytes": float(cost["peak_memory_bytes"]),
+        }
+    found = place / PASSKEY.format("before" if label == BEFORE else "after")
+    if found.is_file():
+        said["passkey"] = read_json(found, AGAIN)["scores"]
+    evaluation = checked(Evaluation, {**read_json(path, AGAIN), **said}, path, AGAIN)
     training, validation = ({}, {}) if label == BEFORE else curves(read_metrics(place))
     picture = None if label == BEFORE else read_json(place / "picture.json", AGAIN)
     run = LanguageRun(config.seed, evaluation, training, validation, picture)
     return ArmResults(label, Arm(label=label, encoding=label), 0, {config.seed: run})
+
+
+def _lines(results: Results) -> Iterator[dict[str, Any]]:
+    """What `grape report --jsonl` writes of a comparison."""
+    recipe, arms = results.recipes[0], [{"label": arm.label, "encoding": arm.label} for arm in results.arms]
+    yield {
+        "kind": "comparison", "arms": arms, "seeds": list(recipe.seeds), "recipe": dict(recipe.settings),
+        "machine": dict(recipe.machine), "versions": dict(recipe.versions), "command": recipe.command,
+    }  # fmt: skip
+    for evaluation in results.evaluations:
+        yield evaluation.model_dump(mode="json", exclude_defaults=True)
 
 
 def _scores(label: str, place: Path) -> Iterator[tuple[str, Scores]]:
@@ -81,12 +110,14 @@ def adapt_page(results: Results, learned: Mapping[str, Any]) -> str:
     """The whole page."""
     looks = styles(results.arms)
     made = {table.key: table_html(table, looks) for table in tables(results)}
-    after = "".join(made.get(key, "") for key in ("lengths", "far"))
-    answer = f"<h1>Adapting a pretrained model</h1>{table_html(before_after(results, learned), looks)}"
+    answer = (
+        f"<h1>Adapting a pretrained model</h1>{made['before']}{table_html(trained_table(learned), looks)}"
+    )
     figures = [figure for label, each in learned.items() for figure in head_figures(label, each["heads"])]
     parts = [
         Part("answer", "Before and after", answer),
-        part("loss", "Loss", loss_figures(results, looks), after=after, lead=LENGTH),
+        part("loss", "Loss", loss_figures(results, looks), after=made.get("far", ""), lead=LENGTH),
+        part("passkey", "Numbers found", after=made.get("passkey", "")),
         part("lm", "Language tasks", after=made.get("lm", "")),
         part("heads", "What each head learned", figures),
         pictures(results, looks),
@@ -100,31 +131,21 @@ def adapt_page(results: Results, learned: Mapping[str, Any]) -> str:
 LENGTH = "The training length of these figures is the context of the pretrained model."
 
 
-def before_after(results: Results, learned: Mapping[str, Any]) -> Table:
-    """Losses at every length, with the change since before; and what was trained."""
-    lengths = results.lengths()
-    heads = [f"loss at {length:,}" for length in lengths] + ["trained parameters", "logits at step 0"]
-    before = results.arms[0].evaluations
-    first = next(iter(before.values()))
-    rows = []
-    for arm in results.arms:
-        found = next(iter(arm.evaluations.values()))
-        cells = [_loss(found.loss_at(n), first.loss_at(n), arm.label == BEFORE) for n in lengths]
-        said = learned.get(arm.label)
-        more = ["", ""] if said is None else [f"{said['trained']:,}", f"± {said['changed_at_step_0']:.1g}"]
-        rows.append((arm.label, [*cells, *(Cell(text) for text in more)]))
+def trained_table(learned: Mapping[str, Any]) -> Table:
+    """What was trained, and what it cost."""
+    heads = ["trained parameters", "logits at step 0", "tokens", "tok/s", "memory"]
+    rows = [
+        (label, [
+            Cell(f"{said['trained']:,}"), Cell(f"± {said['changed_at_step_0']:.1g}"), Cell(f"{said['tokens']:,}"),
+            Cell(f"{said['tokens_per_second']:,.0f}"), Cell(f"{said['peak_memory_bytes'] / 2**20:,.0f} MB"),
+        ])
+        for label, said in learned.items()
+    ]  # fmt: skip
     caption = (
-        "Mean loss in nats a token on held-out text, the same text at every length. Logits at step 0: the largest "
-        "change that giving the model its encoding made to a logit, before any training."
+        "Logits at step 0: the largest change that giving the model its encoding made to a logit, before any "
+        "training. Speeds include whatever else the machine did."
     )
-    return Table("before", "", caption, heads, rows)
-
-
-def _loss(now: float | None, before: float | None, first: bool) -> Cell:
-    if now is None:
-        return Cell()
-    change = "" if first or before is None else f"{now - before:+.3f}"
-    return Cell(f"{now:.3f}", now, change)
+    return Table("trained", "", caption, heads, rows)
 
 
 def head_figures(label: str, heads: Mapping[str, Any]) -> list[Figure]:

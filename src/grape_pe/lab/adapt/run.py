@@ -18,25 +18,27 @@ from typing import Any
 
 import torch
 
-from ...extras import require
 from ..compare.arms import Arm
 from ..data import DatasetBatches, Source, open_dataset, open_source, prepare
 from ..errors import LabError
-from ..evaluate import benchmarks
+from ..evaluate import benchmarks, passkey
 from ..files import SCRATCH, write_json, write_text
 from ..pretrained import check_source, identity_of, load_pretrained
 from ..train.checkpoint import cause
 from ..train.distributed import World, default_device
 from ..train.feed import Feed
 from ..train.run_directory import RunDirectory, read_metrics
+from .checks import check_exportable, check_installed, check_root, read_arms
 from .decoder import PretrainedDecoder, check_unchanged, largest_change
 from .learned import heads, picture
-from .report import RESULT, write_adapt_report
-from .settings import AdaptConfig, Wishes
+from .report import LINES, RESULT, write_adapt_report
+from .settings import PASSKEY, AdaptConfig, Wishes
 from .trained import adapted, scaled, select_trained
-from .trainer import AdaptTrainer
+from .trainer import AdaptTrainer, evaluation_file
 
 DATA, FINAL, STOCK = "data", "final", "stock"
+#: scores of language tasks before and after
+TASKS = "lm_eval-{}.json"
 #: bytes of text for each token, to hold out enough of it
 BYTES_A_TOKEN = 6
 #: tokens on which logits are compared before and after `adapt`
@@ -83,7 +85,7 @@ class _Job:
     ) -> None:
         check_source(path)
         check_installed(wishes)
-        self.arms, self.root, self.quiet = _arms(encodings), root, quiet
+        self.arms, self.root, self.quiet = read_arms(encodings), root, quiet
         self.source = open_source(data)
         self.model, self.tokenizer = load_pretrained(path)
         said = (str(path), identity_of(path), self.model.config)
@@ -91,7 +93,9 @@ class _Job:
         for arm in self.arms:
             RunDirectory(self.directory(arm), (DATA,)).check(self.configs[arm.label], resume=True)
         if len(self.arms) > 1:
-            _check_root(root, [arm.label for arm in self.arms])
+            check_root(root, (DATA, "report.html", LINES), [arm.label for arm in self.arms])
+        if wishes.passkey:
+            passkey.check_room(self.tokenizer, min(self._lengths(self.arms[0])))
         self.first = self._adapted(self.arms[0])
         for arm in self.arms[1:]:
             self._adapted(arm)
@@ -113,8 +117,11 @@ class _Job:
         measure = largest_change if scaled(config) else check_unchanged
         return decoder, measure(before, decoder, tokens)
 
+    def _lengths(self, arm: Arm) -> list[int]:
+        return self.configs[arm.label].adapt.lengths
+
     def _prepare(self, wishes: Wishes) -> Path:
-        longest = max(max(c.adapt.factors) * c.adapt.context for c in self.configs.values())
+        longest = max(max(self._lengths(arm)) for arm in self.arms)
         share = held_out_share(self.source, max(longest, wishes.eval_tokens, wishes.context) + 1)
         with tempfile.TemporaryDirectory() as scratch:
             place = Path(scratch, "tokenizer")
@@ -137,6 +144,7 @@ class _Job:
         identity = sha256((self.data / "manifest.json").read_bytes()).hexdigest()[:16]
         directory = RunDirectory(place, (DATA,))
         directory.open(config, {"manifest": identity}, resume=True)
+        self._copy_before(arm)
         try:
             decoder, changed = self.first if arm is self.arms[0] else self._adapted(arm)
             return _Run(config, place, Feed(batches, {}), dataset, self.tokenizer, self.quiet).run(
@@ -144,6 +152,18 @@ class _Job:
             )
         finally:
             directory.close()
+
+    def _copy_before(self, arm: Arm) -> None:
+        """What was measured before training is the same for all encodings that leave the logits as they are."""
+        same = [other for other in self.arms if not scaled(self.configs[other.label])]
+        done = next((a for a in same if (self.directory(a) / RESULT).is_file()), None)
+        if done is None or arm not in same:
+            return
+        for path in [evaluation_file(Path(), 0), *(Path(name.format("before")) for name in (TASKS, PASSKEY))]:
+            source, target = self.directory(done) / path, self.directory(arm) / path
+            if source.is_file() and not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                write_text(target, source.read_text())
 
 
 @dataclass
@@ -159,7 +179,7 @@ class _Run:
 
     def run(self, decoder: PretrainedDecoder, changed: float) -> int:
         model = decoder.pretrained
-        self._score(model, "before")
+        self._measure(model, "before")
         wrapped = select_trained(model, self.config)
         world = World(device=default_device())
         trainer = AdaptTrainer(
@@ -173,7 +193,7 @@ class _Run:
         if trainer.fade is not None:
             trainer.fade.take_out()
         self._save(model)
-        self._score(model.eval(), "after")
+        self._measure(model.eval(), "after")
         decoder.cpu()
         write_text(self.directory / "picture.json", _json(picture(decoder, self.dataset, self._name)))
         trained = sum(p.numel() for group in trainer.optimizer.param_groups for p in group["params"])
@@ -210,12 +230,21 @@ class _Run:
                     "the same command again"
                 ) from None
 
+    def _measure(self, model: Any, when: str) -> None:
+        """Language tasks and passkeys, unless it is done."""
+        model.to(default_device())
+        self._score(model, when)
+        settings, place = self.config.adapt, self.directory / PASSKEY.format(when)
+        if settings.passkey and not place.exists():
+            found = passkey.passkey_scores(model, self.tokenizer, settings.lengths, cases=settings.passkey)
+            write_json(place, {"scores": passkey.to_json(found)})
+
     def _score(self, model: Any, when: str) -> None:
-        settings, place = self.config.adapt, self.directory / f"lm_eval-{when}.json"
+        settings, place = self.config.adapt, self.directory / TASKS.format(when)
         if not settings.tasks or place.exists():
             return
         scores = benchmarks.evaluate(
-            model.to(default_device()), self.tokenizer, settings.tasks, data=settings.task_data or None,
+            model, self.tokenizer, settings.tasks, data=settings.task_data or None,
             limit=settings.task_limit or None, checkpoint=f"{self._name} {when}",
         )  # fmt: skip
         scores.save(place)
@@ -225,47 +254,6 @@ def _json(value: Any) -> str:
     import json
 
     return json.dumps(value)
-
-
-def check_installed(wishes: Wishes) -> None:
-    """What is needed only later is asked for at the beginning."""
-    for module in ("transformers", "tokenizers", "safetensors", "plotly", "filelock", "pydantic"):
-        require(module, "lab")
-    if wishes.method == "lora":
-        require("peft", "adapt")
-    if wishes.tasks:
-        require("lm_eval", "eval")
-        benchmarks.check_tasks(wishes.tasks, data=wishes.task_data or None)
-
-
-def check_exportable(model: Any) -> None:
-    """Refuse --export where the encoding has no stock form, before anything is trained."""
-    from ...hf.exporter import check_stock_form
-
-    try:
-        check_stock_form(model)
-    except ValueError as problem:
-        raise LabError(f"--export: {problem}") from None
-
-
-def _arms(encodings: Sequence[str]) -> list[Arm]:
-    try:
-        arms = [Arm.parse(each) for each in encodings]
-    except ValueError as problem:
-        raise LabError(str(problem)) from None
-    if not arms or len({arm.label for arm in arms}) < len(arms):
-        raise LabError(f"give encodings, each once; got {', '.join(encodings) or 'none'}")
-    return arms
-
-
-def _check_root(root: Path, labels: Sequence[str]) -> None:
-    """Refuse a directory of a sweep that holds something else."""
-    if root.exists() and not root.is_dir():
-        raise LabError(f"--out must be a directory, but {root} is a file")
-    others = {p.name for p in root.iterdir()} - {DATA, "report.html", *labels} if root.is_dir() else set()
-    unknown = [name for name in sorted(others) if not (root / name / "config.yaml").is_file()]
-    if unknown:
-        raise LabError(f"{root} holds {unknown[0]} and is no sweep; give an empty or new directory as --out")
 
 
 def held_out_share(source: Source, tokens: int) -> float:

@@ -27,6 +27,8 @@ Method = Literal["new", "lora", "all"]
 #: learning rates by default: of the new parameters, and of LoRA's or the model's own
 NEW_RATE = 1e-3
 OWN_RATES: dict[Method, float] = {"new": 0.0, "lora": 5e-4, "all": 1e-4}
+#: answers of passkey texts before and after, in a run's directory
+PASSKEY = "passkey-{}.json"
 
 
 class AdaptSection(Section):
@@ -45,8 +47,14 @@ class AdaptSection(Section):
     tasks: list[str] = Field([], description="scored before and after")
     task_data: str = ""
     task_limit: Natural = Field(0, description="questions of each task; 0: all")
+    passkey: Natural = Field(0, description="texts for each length and depth in which to find a number")
     export: bool = False
     fade: Natural = Field(0, description="steps in which the rotation is faded out; 0: it stays")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Evaluated lengths in tokens."""
+        return [factor * self.context for factor in self.factors]
 
 
 class AdaptConfig(RunConfig):
@@ -78,6 +86,7 @@ class Wishes:
     tasks: Sequence[str] = ()
     task_data: str = ""
     task_limit: int = 0
+    passkey: int = 0  #: texts for each length and depth; 0: none
     export: bool = False
 
     def config(self, arm: Arm, source: str, identity: str, model: Any) -> AdaptConfig:
@@ -107,7 +116,7 @@ class Wishes:
                     source=source, identity=identity, context=model.max_position_embeddings,
                     method=self.method, lora=self.lora, own_lr=self._own_rate(), factors=known,
                     eval_tokens=self.eval_tokens, tasks=list(self.tasks), task_data=self.task_data,
-                    task_limit=self.task_limit, export=self.export, fade=self._fade(arm.encoding),
+                    task_limit=self.task_limit, passkey=self.passkey, export=self.export, fade=self._fade(arm.encoding),
                 ),
             )  # fmt: skip
         except ValidationError as problem:
@@ -122,6 +131,11 @@ class Wishes:
             return 0
         if self.export:
             raise LabError(f"--export: stock models rotate, {encoding} does not; leave --export out")
+        if self.method == "new":
+            raise LabError(
+                f"{encoding} has no rotation: the model's own is faded out while it is trained, which all of its "
+                "parameters must follow; give --train all or --lora RANK"
+            )
         return max(1, self.steps // 2)
 
     def _own_rate(self) -> float:

@@ -59,8 +59,8 @@ def select_trained(model: Any, config: AdaptConfig) -> Any:
 def _with_lora(model: Any, config: AdaptConfig) -> Any:
     peft = require("peft", "adapt")
     targets = [
-        f"model.{name}"
-        for name, module in model.model.named_modules()
+        f"{model.base_model_prefix}.{name}"
+        for name, module in model.base_model.named_modules()
         if isinstance(module, nn.Linear) and "encoding" not in name.split(".")
     ]
     rank = config.adapt.lora

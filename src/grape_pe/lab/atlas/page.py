@@ -31,8 +31,7 @@ PICKS = {
     "bias": "kind:adds", "nothing learned": "fixed:",
 }  # fmt: skip
 HEADINGS = (
-    "at the start", "bias", "parameters", "relative law", "composition", "streaming", "cache", "training", "decoding",
-    "reach",
+    "at the start", "bias", "learned", "relative", "composes", "streams", "cache", "train", "decode", "reach",
 )  # fmt: skip
 
 
@@ -88,7 +87,8 @@ def _caption(results: bool) -> str:
         "Laws: the largest deviation in float32, parameters moved off their initial values, positions shifted by "
         f"{SHIFT}. A law holds up to {TOL[torch.float32]:g}.",
         f"Cache: bytes kept for each token beyond key and value, and in all ({HEADS} heads of {HEAD_DIM}, float32).",
-        f"Training and decoding: time of a layer of width {WIDTH} at {cost.TOKENS} tokens relative to rope, on one CPU "
+        "Learned: parameters.",
+        f"Train and decode: time of a layer of width {WIDTH} at {cost.TOKENS} tokens relative to rope, on one CPU "
         f"thread, best of {cost.ROUNDS}; differences below 5% are noise.",
         f"Reach: half of a head's attention lies within so many of {TOKENS} random tokens, from the nearest to the "
         "farthest head. In the figures below a colour is a head.",

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import LabError
 from ..files import damaged, read_json, read_json_lines, write_json, write_text
-from ..train.run_directory import ENVIRONMENT
+from ..train.run_directory import ENVIRONMENT, surroundings
 from .comparison import (
     AGAIN,
     COMPARISON,
@@ -25,7 +25,6 @@ from .comparison import (
     join_directory,
     joined,
     read_described,
-    surroundings,
     trials,
 )
 
@@ -35,7 +34,12 @@ REWRITE = "write it again: grape report DIR --jsonl FILE"
 
 
 def write_archive(root: Path, out: Path) -> Path:
-    """Write what is done of the comparison in `root`, a line for each run after one for the settings."""
+    """Write what is done of the comparison in `root`, a line for each run after one for the settings.
+
+    Args:
+        root: a directory of `compare`.
+        out: the .jsonl file.
+    """
     if not (root / COMPARISON).is_file():
         raise LabError(f"--jsonl takes one directory of grape compare; there is no {root / COMPARISON}")
     found = [

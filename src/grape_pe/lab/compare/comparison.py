@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field
 
-from ... import __version__
 from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
 from ..errors import LabError
-from ..files import LOCK, damaged, read_json, write_json
+from ..files import contents, damaged, read_json, write_json
 from ..tasks import build_task
 from ..tasks.base import FACTORS
+from ..train.run_directory import surroundings
 from .arms import Arm
 from .budgets import branches, shortened
 
@@ -65,16 +61,27 @@ class Comparison(Section):
                 _checked_arm(arm, self.recipe, self.budgets, self.sweep)
             if self.tasks:
                 _checked_arm(arm, self.probe, [], self.sweep)
+                self._check_table(arm)
         for task in self.tasks:
             build_task(task, **self.probe.data.task_options)
         if not self.language and not self.tasks:
             raise LabError("nothing to compare: language is off and no task is given")
 
+    def _check_table(self, arm: Arm) -> None:
+        """A table of learned positions must reach the longest probe."""
+        model = arm.applied(self.probe, 0).decoder(1)
+        longest = self.probe.data.sequence * max(self.task_factors)
+        if model.absolute == "learned" and model.max_positions < longest:
+            raise LabError(
+                f"{arm.label}: probes have up to {longest} tokens, and its table of positions has "
+                f"{model.max_positions} rows; set max_positions: {longest} under model of this arm"
+            )
+
 
 def _checked_arm(arm: Arm, recipe: RunConfig, budgets: Sequence[int], sweep: Sequence[float]) -> None:
     try:
         config = arm.applied(recipe, 0)
-        config.model.decoder(1)
+        config.decoder(1)
         list(branches(config, budgets))
         for rate in sweep:
             _at_rate(config, rate)
@@ -137,6 +144,12 @@ def load_comparison(
     """A shipped comparison or a YAML file, with other arms, seeds and so on, and settings over its recipes.
 
     Args:
+        name: a shipped comparison or a YAML file.
+        arms: the encodings to compare; those of the file by default.
+        seeds: use the seeds 0 … seeds - 1.
+        tasks: the probes to train besides the text.
+        budgets: numbers of tokens after which the loss is measured besides the end.
+        sweep: learning rates that are tried for each arm before the seeds.
         overrides: settings of what is trained on text (without text, of the probes); those that begin with
             `probe.` are settings of the probes.
     """
@@ -188,7 +201,7 @@ def make_directory(root: Path) -> None:
     if root.exists() and not (root / COMPARISON).exists():
         if not root.is_dir():
             raise LabError(f"--out must be a directory, but {root} is a file")
-        if any(path.name != LOCK for path in root.iterdir()):
+        if contents(root):
             raise LabError(f"{root} holds other files and no comparison; give an empty or new directory")
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -277,19 +290,4 @@ def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
         **surroundings(),
         "threads": threads,
         "comparison": comparison.model_dump(),
-    }  # fmt: skip
-
-
-def surroundings() -> dict[str, Any]:
-    """Where and how this process runs."""
-    return {
-        "versions": {
-            "grape-pe": __version__, "torch": torch.__version__, "python": platform.python_version(),
-        },
-        "machine": {
-            "cores": os.cpu_count(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "name": platform.machine(),
-        },
-        "command": " ".join(["grape", *sys.argv[1:]]),
     }  # fmt: skip

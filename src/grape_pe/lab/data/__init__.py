@@ -8,7 +8,7 @@ from .adopt import adopt  # noqa: E402
 from .batches import Batch, Batches, DatasetBatches  # noqa: E402
 from .dataset import Dataset, open_dataset, verify  # noqa: E402
 from .manifest import Manifest  # noqa: E402
-from .prefetch import Prefetch, prefetch  # noqa: E402
+from .prefetch import prefetch  # noqa: E402
 from .prepare import builtin, prepare  # noqa: E402
 from .shards import Shard, read_shard, write_shard  # noqa: E402
 from .sources import Source, default_tokenizer, open_source  # noqa: E402
@@ -20,7 +20,6 @@ __all__ = [
     "Dataset",
     "DatasetBatches",
     "Manifest",
-    "Prefetch",
     "Shard",
     "Source",
     "TextTokenizer",

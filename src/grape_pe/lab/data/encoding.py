@@ -5,9 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..errors import LabError
 from ..orphans import end_with_parent
+from .prefetch import in_order
 from .shards import Tokens
 from .sources import Chunk
 from .tokenizer import TextTokenizer, load_tokenizer
@@ -46,23 +46,13 @@ def encoded(chunks: Iterable[Chunk], directory: Path, workers: int) -> Generator
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, initializer=_start, initargs=(str(directory),))
     try:
-        yield from _in_order(pool, chunks, ahead=2 * workers)
+        yield from in_order(pool, _work, chunks, ahead=2 * workers)
     except BrokenProcessPool as error:
         raise LabError(
             "a worker process ended, perhaps for want of memory; run the same command with fewer --workers"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[Chunk], ahead: int) -> Iterator[EncodedChunk]:
-    waiting: deque[Future[EncodedChunk]] = deque()
-    for chunk in chunks:
-        waiting.append(pool.submit(_work, chunk))
-        if len(waiting) > ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 def _encode(tokenizer: TextTokenizer, chunk: Chunk) -> EncodedChunk:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import LOCK, SCRATCH, damaged, locked, read_json, write_json
+from ..files import SCRATCH, contents, damaged, locked, read_json, write_json
 from ..progress import ProgressLine
 from .corpus import corpus_name
 from .encoding import EncodedChunk, encoded
 from .manifest import MANIFEST, PROGRESS, SPLITS, Manifest, load_manifest
-from .shards import SplitWriter
+from .shards import SplitWriter, token_bytes
 from .sources import BuiltinSource, Chunk, Source
 from .tokenizer import DEFAULT_TOKENIZER, FOLDER, build_tokenizer, load_tokenizer, tokenizer_setting
 
@@ -67,11 +67,15 @@ def prepare(
     """Prepare a dataset in `out`, or go on with it, or find it done. Returns the directory.
 
     Args:
+        source: where the text comes from.
+        out: the dataset's directory.
         tokenizer: gpt2, bytes, bpe-N (trained on the data), a tokenizer.json or a directory with one.
-        shard_tokens: tokens in a shard. max_tokens: stop after the document in which so many are reached.
+        shard_tokens: tokens in a shard.
         validation: the share held out: the first document (cut where it is longer than the share of the
             text) and others chosen by a hash of their number.
+        max_tokens: stop after the document in which this number is reached.
         workers: processes that tokenize; the files do not depend on it.
+        show_progress: print a progress line.
         wait: if another process prepares this directory, wait for it instead of refusing.
     """
     settings = {**source.settings(), "tokenizer": tokenizer_setting(tokenizer), "shard_tokens": shard_tokens}
@@ -119,7 +123,12 @@ def _finished(directory: Path, settings: dict[str, Any]) -> bool:
 
 
 def builtin(cache_dir: str | os.PathLike[str] | None = None, tokenizer: str = "bpe-2048") -> Path:
-    """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data)."""
+    """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data).
+
+    Args:
+        cache_dir: parent directory of the dataset; $GRAPE_DATA or ~/.cache/grape-pe/data by default.
+        tokenizer: as for `prepare`.
+    """
     root = cache_dir or os.environ.get("GRAPE_DATA") or Path.home() / ".cache/grape-pe/data"
     named = tokenizer_setting(tokenizer).replace(" (sha256 ", "-").strip(")").replace("/", "-")
     directory = Path(root).expanduser() / f"builtin-v{SPLIT_RULE}-{named}-{corpus_name()}"
@@ -173,10 +182,9 @@ def _check_directory(directory: Path) -> None:
         raise LabError(f"{directory} is a file; a dataset needs a directory")
     if not directory.is_dir() or (directory / PROGRESS).exists() or (directory / MANIFEST).exists():
         return
-    others = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, SCRATCH + PROGRESS))
-    if others:
+    if others := contents(directory):
         raise LabError(
-            f"{directory} holds {others[0]} and is no dataset; choose an empty or new directory with --out"
+            f"{directory} holds {min(others)} and is no dataset; choose an empty or new directory with --out"
         )
 
 
@@ -224,7 +232,7 @@ def _run(
 ) -> None:
     """Tokenize what is left of the source, then write the manifest."""
     tokenizer = load_tokenizer(directory)
-    with _writers(directory, progress) as writers:
+    with _writers(directory, progress, token_bytes(tokenizer.vocab_size)) as writers:
         texts, size = source.chunks(progress.cursor), source.size()
         if size is not None and not progress.documents:
             texts = _first_cut(texts, progress.settings["validation"] * size)
@@ -239,9 +247,9 @@ def _run(
 
 
 @contextmanager
-def _writers(directory: Path, progress: _State) -> Iterator[Writers]:
+def _writers(directory: Path, progress: _State, width: int) -> Iterator[Writers]:
     size, streams = progress.settings["shard_tokens"], progress.streams or {}
-    writers = {split: SplitWriter(directory, split, size, streams.get(split)) for split in SPLITS}
+    writers = {split: SplitWriter(directory, split, size, streams.get(split), width) for split in SPLITS}
     try:
         yield writers
     finally:

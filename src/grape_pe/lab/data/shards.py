@@ -1,6 +1,7 @@
-"""The shard format: 256 int32 of header (magic, version, number of tokens), then uint16 tokens.
+"""The shard format: 256 int32 of header (magic, version, number of tokens), then uint16 or uint32 tokens.
 
-It is the format in which FineWeb-Edu is published pre-tokenised. Numbers are little-endian.
+With 16 bits it is the format in which FineWeb-Edu is published pre-tokenised, with 32 bits llm.c's for the
+vocabulary of Llama 3. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import numpy.typing as npt
 from ..errors import LabError
 from ..files import sha256_of, writing
 
-MAGIC, VERSION = 20240520, 1
+#: magic number and version, by the bytes of a token
+FORMATS = {2: (20240520, 1), 4: (20240801, 7)}
 HEADER_BYTES = 256 * 4
-MAX_VOCAB = 1 << 16
 #: ends the name of a shard that is still being written
 PART = ".part"
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+
+def token_bytes(vocab_size: int) -> int:
+    """Bytes of a token: 2 where they suffice."""
+    return 2 if vocab_size <= 1 << 16 else 4
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,10 @@ class Shard:
     sha256: str
 
 
-def header(tokens: int) -> bytes:
+def header(tokens: int, width: int) -> bytes:
+    """The header of so many tokens of `width` bytes."""
     numbers = np.zeros(256, dtype="<i4")
-    numbers[:3] = MAGIC, VERSION, tokens
+    numbers[:3] = *FORMATS[width], tokens
     return numbers.tobytes()
 
 
@@ -48,13 +55,14 @@ def write_shard(path: str | os.PathLike[str], tokens: Tokens) -> None:
     scratch = path.with_name(path.name + PART)
     with writing(path):
         with open(scratch, "wb") as file:
-            file.write(header(len(tokens)) + np.ascontiguousarray(tokens, dtype="<u2").tobytes())
+            width = tokens.dtype.itemsize
+            file.write(header(len(tokens), width) + np.ascontiguousarray(tokens, f"<u{width}").tobytes())
             _flush(file)
         os.replace(scratch, path)
 
 
-def check_shard(path: Path) -> int:
-    """The number of tokens in a shard, after looking at its magic, version and length: no token is read."""
+def check_shard(path: Path) -> tuple[int, int]:
+    """The number of tokens in a shard and the bytes of each, by its magic, version and length: no token is read."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -66,27 +74,31 @@ def check_shard(path: Path) -> int:
             f"shard {path} is truncated: its header takes {HEADER_BYTES} bytes, the file has {size}"
         )
     magic, version, tokens = (int(number) for number in np.frombuffer(start, dtype="<i4")[:3])
-    if magic != MAGIC:
-        raise LabError(f"{path} is not a token shard: its magic number must be {MAGIC}, got {magic}")
-    if version != VERSION:
-        raise LabError(f"shard {path} has version {version}; this library reads version {VERSION}")
-    expected = HEADER_BYTES + 2 * tokens
+    versions = dict(FORMATS.values())
+    if magic not in versions:
+        raise LabError(
+            f"{path} is not a token shard: its magic number must be {' or '.join(map(str, versions))}, got {magic}"
+        )
+    if version != versions[magic]:
+        raise LabError(f"shard {path} has version {version}; this library reads version {versions[magic]}")
+    width = next(width for width, each in FORMATS.items() if each[0] == magic)
+    expected = HEADER_BYTES + width * tokens
     if size != expected:
         fault = "is truncated" if size < expected else "is too long"
         raise LabError(
             f"shard {path} {fault}: expected {expected} bytes for {tokens} tokens, got {size}; "
             "copy or prepare it again"
         )
-    return tokens
+    return tokens, width
 
 
 def read_shard(path: str | os.PathLike[str]) -> Tokens:
     """The tokens of a shard, memory-mapped."""
     path = Path(path)
-    tokens = check_shard(path)
+    tokens, width = check_shard(path)
     if tokens == 0:
-        return np.zeros(0, dtype=np.uint16)
-    mapped = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(tokens,))
+        return np.zeros(0, dtype=f"<u{width}")
+    mapped = np.memmap(path, dtype=f"<u{width}", mode="r", offset=HEADER_BYTES, shape=(tokens,))
     return mapped.view(np.ndarray)  # still mapped, but slices of a plain array cost a tenth
 
 
@@ -97,7 +109,15 @@ class SplitWriter:
     crash, whatever was written since is dropped and the same bytes follow.
     """
 
-    def __init__(self, directory: Path, split: str, shard_tokens: int, state: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        shard_tokens: int,
+        state: dict[str, Any] | None = None,
+        width: int = 2,
+    ):
+        self.width = width  # bytes of a token
         self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
         self.finished = [Shard(**entry) for entry in (state or {}).get("finished", [])]
         self.tokens: int = (state or {}).get("tokens", 0)
@@ -125,7 +145,7 @@ class SplitWriter:
                 path.unlink()
 
     def _reopen(self) -> BinaryIO:
-        length = HEADER_BYTES + 2 * self.tokens
+        length = HEADER_BYTES + self.width * self.tokens
         if self.tokens and (not self._part.exists() or self._part.stat().st_size < length):
             raise LabError(
                 f"{self._part} is shorter than {self.directory} noted; delete that directory and start again"
@@ -141,7 +161,7 @@ class SplitWriter:
             room = self.shard_tokens - self.tokens
             now, document = document[:room], document[room:]
             with writing(self._part):
-                self._file.write(now.astype("<u2", copy=False).tobytes())
+                self._file.write(now.astype(f"<u{self.width}", copy=False).tobytes())
             self.tokens += len(now)
             self.total_tokens += len(now)
             self.documents += int(np.count_nonzero(now == eos))
@@ -153,7 +173,7 @@ class SplitWriter:
     def _finish_shard(self) -> None:
         with writing(self._path):
             self._file.seek(0)
-            self._file.write(header(self.tokens))
+            self._file.write(header(self.tokens, self.width))
             _flush(self._file)
             self._file.close()
             digest = sha256_of(self._part)

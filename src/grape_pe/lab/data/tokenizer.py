@@ -20,13 +20,15 @@ import numpy as np
 from ...extras import require
 from ..errors import LabError
 from ..files import SCRATCH, damaged, read_json, sha256_of, write_json, writing
-from .shards import MAX_VOCAB, Tokens
+from .shards import Tokens, token_bytes
 
 END = "<|endoftext|>"
 USUAL_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")
 FOLDER, FILE, CONFIG, VOCAB, MERGES = (
     "tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
 )  # fmt: skip
+#: the largest byte-pair encoding that is trained
+MAX_BPE = 1 << 16
 #: needs no network
 DEFAULT_TOKENIZER = "bpe-8192"
 SAMPLE_CHARACTERS = 16_000_000  # what a byte-pair encoding is trained on, from the start of the data
@@ -61,8 +63,9 @@ class TextTokenizer:
             parts = [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
         else:
             found = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
-            parts = [np.array(one.ids, dtype=np.uint16) for one in found]
-        return [np.concatenate([[self.eos], part]).astype(np.uint16) for part in parts]
+            parts = [np.array(one.ids, dtype=np.uint32) for one in found]
+        kind = f"u{token_bytes(self.vocab_size)}"
+        return [np.concatenate([[self.eos], part]).astype(kind) for part in parts]
 
     def save(self, directory: Path) -> None:
         """Write `directory/tokenizer/`, both files or none."""
@@ -82,14 +85,22 @@ class TextTokenizer:
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> TextTokenizer:
-    """The tokenizer of a prepared dataset, or of any directory with a tokenizer.json in it."""
+    """The tokenizer of a prepared dataset, or of any directory with a tokenizer.json in it.
+
+    Args:
+        directory: a dataset, or a directory with tokenizer.json.
+    """
     directory = Path(directory)
     inside = directory / FOLDER
     return _from_path(inside if inside.is_dir() else directory)
 
 
 def hf_tokenizer(directory: str | os.PathLike[str]) -> Any:
-    """The same as a `transformers.PreTrainedTokenizerFast` with its end token, for saving beside a model."""
+    """The same as a `transformers.PreTrainedTokenizerFast` with its end token, for saving beside a model.
+
+    Args:
+        directory: as for `load_tokenizer`.
+    """
     ours = load_tokenizer(directory)
     ours.inner.encode_special_tokens = False  # here users type the end token and mean it
     kind = require("transformers", "lab").PreTrainedTokenizerFast
@@ -149,8 +160,8 @@ def _bytes() -> TextTokenizer:
 
 
 def _train(size: int, texts: Iterable[str]) -> TextTokenizer:
-    if not 257 <= size <= MAX_VOCAB:
-        raise LabError(f"bpe-N takes N from 257 (256 bytes and an end token) to {MAX_VOCAB}, got {size}")
+    if not 257 <= size <= MAX_BPE:
+        raise LabError(f"bpe-N takes N from 257 (256 bytes and an end token) to {MAX_BPE}, got {size}")
     library = require("tokenizers", "lab")
     inner = _byte_level(library.models.BPE())
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
@@ -231,10 +242,7 @@ def _said_end(config: Path) -> str | None:
 
 
 def _checked(inner: Any, path: Path, end: str | None) -> TextTokenizer:
-    """Refuse what shards cannot hold, and find the end token."""
-    size = _vocab_size(inner)
-    if size > MAX_VOCAB:
-        raise LabError(f"the tokenizer {path} has {size} tokens; shards of 16 bits can hold {MAX_VOCAB}")
+    """Find the end token."""
     known = [token for token in (end, *USUAL_ENDS) if token and inner.token_to_id(token) is not None]
     if not known:
         raise LabError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models import Decoder
-from ...models.loss import CHUNK_ELEMENTS, IGNORE
+from ...models.loss import IGNORE, chunk_rows
 from ..data.batches import Batches
 from ..data.dataset import Dataset
 from ..errors import LabError
@@ -47,6 +47,7 @@ def stream_losses(model: Decoder, tokens: Tensor, *, chunk: int = 512, window: i
     """Losses (B, L - 1) in float32: entry t is that of token t + 1, given all tokens up to t.
 
     Args:
+        model: the decoder.
         tokens: (B, L) integer, L at least 2.
         chunk: tokens of each row that are read at once; changes time and memory, not the result.
         window: a token sees fewer than so many tokens back.
@@ -64,7 +65,7 @@ def stream_losses(model: Decoder, tokens: Tensor, *, chunk: int = 512, window: i
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of each target in float32, 0 where it is -100; all logits never exist at once."""
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    size = max(1, CHUNK_ELEMENTS // head.shape[0])
+    size = chunk_rows(head)
     parts = []
     for some, index in zip(rows.split(size), wanted.split(size), strict=True):
         logits = (some @ head.T).float()
@@ -74,7 +75,14 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def validation_loss(model: Decoder, batches: Batches, rows: int = 0, *, batch: int = 16) -> float:
-    """Mean loss over the targets of the first `rows` rows of the validation set; 0 for all of it."""
+    """Mean loss over the targets of the first `rows` rows of the validation set; 0 for all of it.
+
+    Args:
+        model: the decoder.
+        batches: where the validation set comes from.
+        rows: number of rows; 0 for all.
+        batch: rows read together.
+    """
     count = min(rows or batches.validation_rows, batches.validation_rows)
     total, targets = 0.0, 0
     device = model.head.device
@@ -104,10 +112,14 @@ def evaluate_language(
     differs between two lengths is then the context alone.
 
     Args:
+        model: the decoder.
         data: a prepared dataset, whose validation split is read; or tokens, (N,) or (rows, N).
+        train_length: tokens of a sequence in training.
+        factors: multiples of the training length.
         windows: how far attention reaches, None for all; by default None and `train_length`.
         tokens: predictions at each length, rounded down to whole stretches, one at least.
         seed: which stretches are taken.
+        chunk: tokens of each row that are read at once; changes time and memory, not the result.
     """
     if train_length < 1 or not factors or min(factors) < 1:
         raise LabError(f"train_length and factors must be at least 1, got {train_length} and {factors}")
@@ -128,7 +140,8 @@ def evaluate_language(
             if window is not None and window >= length and unlimited is not None:
                 found[length, window] = unlimited  # it reaches everything: nothing to compute again
             elif length in fitting:
-                found[length, window] = _losses_at(model, text, length, window, chunk)
+                optional = window is not None or length > lengths[0]
+                found[length, window] = _losses_at(model, text, length, window, chunk, optional)
             else:
                 found[length, window] = f"no stretch of the validation text has {length + 1} tokens"
     return {
@@ -163,16 +176,18 @@ class _Source:
         return torch.stack([self._read(piece, start, length + 1) for piece, start in chosen])
 
 
-def _losses_at(model: Decoder, text: Tensor, length: int, window: int | None, chunk: int) -> Tensor | str:
-    """(rows, length): the losses of the text cut into sequences of that length; or why there are none."""
+def _losses_at(
+    model: Decoder, text: Tensor, length: int, window: int | None, chunk: int, optional: bool
+) -> Tensor | str:
+    """(rows, length): the losses of the text cut into sequences of that length; or, if optional, why there are none."""
     rows = text.unfold(1, length + 1, length).reshape(-1, length + 1)
     parts = rows.split(max(1, TOKENS_AT_ONCE // min(length, chunk)))
     try:
         return torch.cat([stream_losses(model, part, chunk=chunk, window=window).cpu() for part in parts])
     except ValueError as problem:
-        if window is None:
+        if not optional:
             raise
-        return str(problem)  # an encoding may refuse a window; the rest of the evaluation stands
+        return str(problem)  # a model may refuse a window or a length; the rest of the evaluation stands
 
 
 def _entry(

@@ -21,6 +21,8 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DIGITS = 5
 FILLER = " The sun was warm and the grass was green. A bird sang in the old tree. The day went by."
 NEEDLE, AGAIN, QUESTION = " The pass key is", ". Remember it.", " What is the pass key? The pass key is"
+OTHERS = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene")
+OTHER = " The pass key of {} is"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ def passkey_scores(
     *,
     depths: Sequence[float] = DEPTHS,
     cases: int = 4,
+    others: int = 0,
     seed: int = 0,
 ) -> list[PasskeyScore]:
     """Ask a Hugging Face model for a number it has read, in texts of `lengths` tokens.
@@ -51,34 +54,52 @@ def passkey_scores(
 
     Args:
         cases: texts for each length and depth; the same numbers for every model with the same tokenizer.
+        others: as many pass keys of other names, at even distances (as the keys of RULER, Hsieh
+            et al. 2024, arXiv 2404.06654).
     """
+    if not 0 <= others <= len(OTHERS):
+        raise EvaluationError(f"others must be from 0 to {len(OTHERS)}, got {others}")
     if cases < 1 or not lengths:
         raise EvaluationError(f"lengths and cases must be given, got {list(lengths)} and {cases}")
     out = []
     for length in lengths:
         for depth in depths:
-            texts = [_text(tokenizer, length, depth, (seed, case)) for case in range(cases)]
+            texts = [_text(tokenizer, length, depth, (seed, case), others) for case in range(cases)]
             found = [_answer(model, ids, wanted) for ids, wanted in texts]
             exact, nats = (math.fsum(each) / cases for each in zip(*found, strict=True))
             out.append(PasskeyScore(length, depth, cases, exact, nats))
     return out
 
 
-def _text(tokenizer: Any, length: int, depth: float, seed: tuple[int, int]) -> tuple[list[int], list[int]]:
+def _text(
+    tokenizer: Any, length: int, depth: float, seed: tuple[int, int], others: int = 0
+) -> tuple[list[int], list[int]]:
     """The tokens of a text with its answer, and the answer; the model reads all but the last token."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    number = random.Random(repr(seed)).randrange(10 ** (DIGITS - 1), 10**DIGITS)
-    secret, begin = ids(f" {number}"), list(tokenizer.encode(""))
+    numbers = random.Random(repr(seed)).sample(range(10 ** (DIGITS - 1), 10**DIGITS), 1 + others)
+    secret, begin = ids(f" {numbers[0]}"), list(tokenizer.encode(""))
+    more = [ids(OTHER.format(name) + f" {n}" + AGAIN) for name, n in zip(OTHERS, numbers[1:], strict=False)]
     needle, question, filler = ids(NEEDLE) + secret + ids(AGAIN), ids(QUESTION), ids(FILLER)
-    room = length + 1 - len(begin) - len(needle) - len(question) - len(secret)
+    room = length + 1 - len(begin) - len(needle) - len(question) - len(secret) - sum(map(len, more))
     if room < 0:
         raise EvaluationError(f"a text of {length} tokens is too short; the shortest has {length - room}")
     before = round(depth * room)
     around = [filler[i % len(filler)] for i in range(room)]
-    return begin + around[:before] + needle + around[before:] + question + secret, secret
+    parts = sorted(
+        [(before, needle), *((room * (i + 1) // (others + 1), each) for i, each in enumerate(more))]
+    )
+    text, last = begin, 0
+    for place, part in parts:
+        text, last = text + around[last:place] + part, place
+    return text + around[last:] + question + secret, secret
+
+
+def check_room(tokenizer: Any, length: int) -> None:
+    """Refuse a length without room for the number and the question."""
+    _text(tokenizer, length, 0.0, (0, 0))
 
 
 def _answer(model: Any, ids: list[int], wanted: list[int]) -> tuple[float, float]:

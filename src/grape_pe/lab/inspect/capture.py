@@ -20,10 +20,9 @@ from torch import Tensor
 from ...attention import attend
 from ...bias import LINKS, Bias, PathBias, SlopeBias, SumBias, TileBias
 from ...encodings import Encoding
-from ...encodings.additive import ShiftSlope
 from ...encodings.base import Encoded, Tokens
 from ...encodings.liere import LieRE
-from ...encodings.path import PaTH, PaTHBias
+from ...encodings.path import PaTHBias
 from ...encodings.rotary import ContextualRotary, MixtureRotary, PlaneRotary, Rotary, RotationEncoding
 from ...groups import quarter_turn, skew_from_pairs, spectrum
 from ...models import Decoder
@@ -120,16 +119,16 @@ def _keep_gate(linear: Any, kept: dict[str, Tensor], name: str) -> Any:
 
 
 @torch.no_grad()
-def observe_encoding(encoding: Encoding, tokens: int = 128, seed: int = 0) -> LayerView:
+def observe_encoding(encoding: Encoding, tokens: int = 128) -> LayerView:
     """An encoding by itself, on unit normal queries, keys and inputs."""
-    data = sample(encoding, batch=1, tokens=tokens, seed=seed)
+    data = sample(encoding, batch=1, tokens=tokens, seed=0)
     code = encoding(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
     return LayerView(0, encoding, data, code)
 
 
-def distances(length: int, per_octave: int = 4) -> list[int]:
+def distances(length: int) -> list[int]:
     """0, 1, 2, … to length - 1, growing geometrically once steps of one are too fine."""
-    steps = [2 ** (i / per_octave) for i in range(per_octave * max(1, math.ceil(math.log2(max(length, 2)))))]
+    steps = [2 ** (i / 4) for i in range(4 * max(1, math.ceil(math.log2(max(length, 2)))))]
     return sorted({0, length - 1} | {round(step) for step in steps if round(step) < length})
 
 
@@ -239,7 +238,7 @@ def added(bias: Bias, rows: slice, cols: slice) -> Tensor | None:
     tile = bias.tile(rows, cols)
     for part in bias.parts if isinstance(bias, SumBias) else (bias,):
         if isinstance(part, PaTHBias):
-            tile = tile - part.plain(rows, cols)  # type: ignore[operator]
+            tile = tile - part.products(rows, cols)  # type: ignore[operator]
     return tile
 
 
@@ -278,6 +277,31 @@ def bias_reach(mean: Sequence[float], at: Sequence[int], level: float) -> int | 
     return next((d for d, b in zip(at, mean, strict=True) if b < math.log(level)), None)
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Of one head, in tokens; None where the bias never falls so far within the text, or there is none."""
+
+    head: int
+    bias_half: int | None
+    bias_e: int | None
+    attention_half: float
+    attention_most: float
+
+
+def reach(view: LayerView) -> list[Reach]:
+    """How far each head of a layer looks."""
+    attention, bias = view.attention(), view.bias()
+    half, most = (attention_reach(attention, share).tolist() for share in (0.5, 0.9))
+    every = range(view.length)
+    means = [[]] * len(half) if bias is None else by_distance(bias, every)[..., 0].tolist()
+    out = []
+    for head, mean in enumerate(means):
+        at = every if mean else ()
+        fallen = [bias_reach(mean, at, level) for level in (0.5, math.exp(-1))]
+        out.append(Reach(head, fallen[0], fallen[1], half[head], most[head]))
+    return out
+
+
 def attention_reach(attention: Tensor, share: float) -> Tensor:
     """(H,): the distance within which `share` of the attention lies; median over the later queries."""
     length = attention.shape[-1]
@@ -286,39 +310,3 @@ def attention_reach(attention: Tensor, share: float) -> Tensor:
     by_distance = by_distance.masked_fill(t[:, None] < t, 0.0)
     within = (by_distance.cumsum(-1) < share).sum(-1)[..., length // 2 :]
     return within.transpose(0, 1).flatten(1).double().median(1).values
-
-
-def singular_values(view: LayerView, at: Sequence[int]) -> tuple[Tensor | None, str]:
-    """((H, n, 2) largest and smallest singular value of the action over a distance, how it was found)."""
-    encoding, bias = view.encoding, view.bias()
-    parts = parts_of(encoding)
-    if len(parts) > 1 and any(isinstance(part, (PaTH, ShiftSlope)) for part in parts):
-        return None, "no closed form is known for this composition"
-    if isinstance(encoding, PaTH):
-        return path_singular_values(view, at), "of the product of the factors, measured on the text"
-    if isinstance(encoding, ShiftSlope):
-        rate = encoding.slopes * F.softplus(encoding.strength) * encoding.shape.head_dim**-0.5
-        s = rate.detach().double()[:, None] * torch.tensor(at, dtype=torch.float64)
-        return torch.stack(spectrum.singular_pair(s), -1), "of I + s A with |s A| = rate × distance (Eq. S5)"
-    if bias is None:
-        ones = torch.ones(encoding.shape.heads, len(at), 2, dtype=torch.float64)
-        return ones, "a rotation: every singular value is 1 at every distance (Eq. S2)"
-    s = by_distance(bias, at)[..., 0]
-    return torch.stack(spectrum.singular_pair(s), -1), "of I + s E with s = −(mean bias) (Eq. S4)"
-
-
-def path_singular_values(view: LayerView, at: Sequence[int]) -> Tensor:
-    """(H, n, 2) of H_{j+1} … H_t over the last tokens of the text, for PaTH."""
-    bias = view.code.bias
-    assert isinstance(bias, TileBias)
-    w, beta = bias.key["w"][0].double(), bias.key["beta"][0].double()
-    product = torch.eye(w.shape[-1], dtype=torch.float64).repeat(w.shape[0], 1, 1)
-    found = {0: product}
-    for distance in range(1, max(at) + 1):
-        last, strength = w[:, -distance], beta[:, -distance, None, None]
-        factor = torch.eye(w.shape[-1], dtype=torch.float64) - strength * last[:, :, None] * last[:, None]
-        product = factor @ product
-        if distance in at:
-            found[distance] = product
-    values = torch.linalg.svdvals(torch.stack([found[d] for d in at], 1))
-    return values[..., [0, -1]].repeat_interleave(view.encoding.shape.group, 0)

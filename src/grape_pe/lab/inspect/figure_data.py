@@ -17,18 +17,17 @@ from ...encodings import Encoding
 from ...models import Decoder
 from .capture import (
     LayerView,
-    attention_reach,
-    bias_reach,
     by_distance,
     distances,
     frequencies,
     gates,
     observe,
     observe_encoding,
+    reach,
     rotation_kernel,
     rotation_of,
-    singular_values,
 )
+from .singular_values import singular_values
 
 VERSION = 1
 #: of the sample text: tokens that are read, tokens of the heatmaps
@@ -88,7 +87,7 @@ def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, An
         "gates": [entry for view in views for entry in _gates(view)],
         "singular": [entry for view in views for entry in _singular(view, at)],
         "singular_about": "; ".join(dict.fromkeys(singular_values(view, at)[1] for view in different)),
-        "reach": [entry for view in views for entry in _reach(view, attention[view.layer], at)],
+        "reach": [entry for view in views for entry in _reach(view)],
         "heatmap_of": "bias" if biased else "attention",
         "heatmaps": [
             entry
@@ -176,16 +175,16 @@ def _singular(view: LayerView, at: Sequence[int]) -> Iterator[dict[str, Any]]:
         yield {"layer": view.layer, "head": head, "larger": larger, "smaller": smaller}
 
 
-def _reach(view: LayerView, attention: Tensor, at: Sequence[int]) -> Iterator[dict[str, Any]]:
-    half, most = (attention_reach(attention, share).tolist() for share in (0.5, 0.9))
-    bias = view.bias()
-    every = range(view.length)
-    means = None if bias is None else by_distance(bias, every)[..., 0].tolist()
-    for head in spread(range(len(half)), HEADS):
-        entry = {"layer": view.layer, "head": head, "half": half[head], "most": most[head]}
-        if means is not None:
-            entry["bias_half"] = bias_reach(means[head], every, 0.5)
-        yield entry
+def _reach(view: LayerView) -> Iterator[dict[str, Any]]:
+    biased = view.bias() is not None
+    for each in spread(reach(view), HEADS):
+        entry = {
+            "layer": view.layer,
+            "head": each.head,
+            "half": each.attention_half,
+            "most": each.attention_most,
+        }
+        yield entry | ({"bias_half": each.bias_half} if biased else {})
 
 
 def _heatmaps(layer: int, pairs: Tensor) -> Iterator[dict[str, Any]]:

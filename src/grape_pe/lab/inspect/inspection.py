@@ -32,20 +32,20 @@ from ..errors import LabError
 from ..written import read_name
 from .capture import (
     LayerView,
-    attention_reach,
-    bias_reach,
-    by_distance,
+    Reach,
     frequencies,
     gates,
     observe,
     observe_encoding,
     parts_of,
+    reach,
     rotation_of,
 )
 from .figure_data import encoding_picture, picture
 from .singular_values import SpectralRow, spectral_rows
 
-SHIFT = 1000
+#: how far positions are shifted to measure the relative law, on how many tokens
+SHIFT, LAW_TOKENS = 1000, 96
 BINS = 16
 #: encodings whose scores never look at positions, only at running sums or at the path
 WITHOUT_POSITIONS = (NoPE, FoX, PhaseSlope, ContextualRotary, PaTH)
@@ -65,17 +65,6 @@ class Spectrum:
     frequencies: list[list[float]]
     wavelengths: list[list[float | None]]
     moved: float | None
-
-
-@dataclass(frozen=True)
-class Reach:
-    """In tokens; None where the bias never falls so far within the text, or there is none."""
-
-    head: int
-    bias_half: int | None
-    bias_e: int | None
-    attention_half: float
-    attention_most: float
 
 
 @dataclass(frozen=True)
@@ -137,7 +126,9 @@ def inspect(what: str, heads: int = 8, head_dim: int = 64, tokens: int = 128) ->
     Args:
         what: a run, its final/, a directory written by `save_decoder`, or a name such as "rope+fox" or
             "fox[forget_bias=4]".
-        heads, head_dim: of an encoding by name.
+        heads: query heads of an encoding given by name.
+        head_dim: its features per head.
+        tokens: length of the sequence that is looked at.
     """
     if Path(what).is_dir():
         return inspect_checkpoint(Path(what))
@@ -209,7 +200,7 @@ def inspect_layer(view: LayerView) -> LayerInspection:
     """All diagnostics of one observed layer."""
     rows, about = spectral_rows(view)
     return LayerInspection(
-        view.layer, _spectrum(view), _reach(view), _histograms(view), _law(view), rows, about
+        view.layer, _spectrum(view), reach(view), _histograms(view), _law(view), rows, about
     )
 
 
@@ -227,19 +218,6 @@ def _spectrum(view: LayerView) -> Spectrum | None:
     return Spectrum(rows, [[2 * math.pi / f if f else None for f in row] for row in rows], moved)
 
 
-def _reach(view: LayerView) -> list[Reach]:
-    attention, bias = view.attention(), view.bias()
-    half, most = (attention_reach(attention, share).tolist() for share in (0.5, 0.9))
-    every = range(view.length)
-    means = [[]] * len(half) if bias is None else by_distance(bias, every)[..., 0].tolist()
-    out = []
-    for head, mean in enumerate(means):
-        at = every if mean else ()
-        fallen = [bias_reach(mean, at, level) for level in (0.5, math.exp(-1))]
-        out.append(Reach(head, fallen[0], fallen[1], half[head], most[head]))
-    return out
-
-
 def _histograms(view: LayerView) -> list[Histogram]:
     out = []
     for gate in gates(view):
@@ -253,13 +231,8 @@ def _histograms(view: LayerView) -> list[Histogram]:
     return out
 
 
-def relative_law_residual(view: LayerView, shift: int = SHIFT, tokens: int = 96) -> float:
-    """The largest relative change of a causal score when every position moves by `shift`."""
-    return relative_law_error(view.encoding, view.data.cut(slice(0, tokens)), shift=shift)
-
-
 def _law(view: LayerView) -> Law:
-    residual = relative_law_residual(view)
+    residual = relative_law_error(view.encoding, view.data.cut(slice(0, LAW_TOKENS)), shift=SHIFT)
     tolerance = TOL[view.data.q.dtype]
     return Law(SHIFT, residual, tolerance, *_judged(view.encoding, residual, tolerance))
 

@@ -19,6 +19,8 @@ from ...groups import DenseRotation, Joint, Unipotent, shift_generator, slope_ge
 from ...groups.spectrum import path_bounds, singular_pair
 from .capture import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
 
+DISTANCES = (1, 4, 16, 64, 256)
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -44,9 +46,9 @@ class SpectralRow:
     difference: float
 
 
-def spectral_rows(view: LayerView, at: Sequence[int] = (1, 4, 16, 64, 256)) -> tuple[list[SpectralRow], str]:
+def spectral_rows(view: LayerView) -> tuple[list[SpectralRow], str]:
     """Rows for distances within the text, and what is measured in words."""
-    within = [d for d in at if d < view.length]
+    within = [d for d in DISTANCES if d < view.length]
     parts = parts_of(view.encoding)
     special = [part for part in parts if isinstance(part, (PaTH, PoPE, ShiftSlope, XPos))]
     if special and len(parts) > 1:
@@ -189,3 +191,39 @@ def _path_row(view: LayerView, distance: int) -> SpectralRow:
         Quantity("largest σ ≤", float(upper), float(values[0])),
     ]
     return SpectralRow(distance, 0, quantities, quantities[0].difference)
+
+
+def singular_values(view: LayerView, at: Sequence[int]) -> tuple[Tensor | None, str]:
+    """((H, n, 2) largest and smallest singular value of the action over a distance, how it was found)."""
+    encoding, bias = view.encoding, view.bias()
+    parts = parts_of(encoding)
+    if len(parts) > 1 and any(isinstance(part, (PaTH, ShiftSlope)) for part in parts):
+        return None, "no closed form is known for this composition"
+    if isinstance(encoding, PaTH):
+        return path_singular_values(view, at), "of the product of the factors, measured on the text"
+    if isinstance(encoding, ShiftSlope):
+        rate = encoding.slopes * F.softplus(encoding.strength) * encoding.shape.head_dim**-0.5
+        s = rate.detach().double()[:, None] * torch.tensor(at, dtype=torch.float64)
+        return torch.stack(singular_pair(s), -1), "of I + s A with |s A| = rate × distance (Eq. S5)"
+    if bias is None:
+        ones = torch.ones(encoding.shape.heads, len(at), 2, dtype=torch.float64)
+        return ones, "a rotation: every singular value is 1 at every distance (Eq. S2)"
+    s = by_distance(bias, at)[..., 0]
+    return torch.stack(singular_pair(s), -1), "of I + s E with s = −(mean bias) (Eq. S4)"
+
+
+def path_singular_values(view: LayerView, at: Sequence[int]) -> Tensor:
+    """(H, n, 2) of H_{j+1} … H_t over the last tokens of the text, for PaTH."""
+    bias = view.code.bias
+    assert isinstance(bias, TileBias)
+    w, beta = bias.key["w"][0].double(), bias.key["beta"][0].double()
+    product = torch.eye(w.shape[-1], dtype=torch.float64).repeat(w.shape[0], 1, 1)
+    found = {0: product}
+    for distance in range(1, max(at) + 1):
+        last, strength = w[:, -distance], beta[:, -distance, None, None]
+        factor = torch.eye(w.shape[-1], dtype=torch.float64) - strength * last[:, :, None] * last[:, None]
+        product = factor @ product
+        if distance in at:
+            found[distance] = product
+    values = torch.linalg.svdvals(torch.stack([found[d] for d in at], 1))
+    return values[..., [0, -1]].repeat_interleave(view.encoding.shape.group, 0)

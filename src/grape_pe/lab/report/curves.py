@@ -105,9 +105,12 @@ def _binned(curve: Curve, width: float) -> Curve:
 
 
 def validation(results: Results, looks: Looks) -> Figure:
-    caption = "The same fixed validation text for every run. The end of each curve is what the ranking uses."
+    caption = (
+        "The same fixed validation text for every run. grape compare ranks by a larger sample, read at the end of "
+        "each run."
+    )
     data = _traces(results, looks, lambda run: run.validation_curve, markers=True)
-    return _losses("validation", "Validation loss", caption, data, axis("step"))
+    return _losses("validation", "Validation loss while training", caption, data, axis("step"))
 
 
 def by_position(results: Results, looks: Looks) -> Figure:

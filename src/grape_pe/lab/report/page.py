@@ -17,18 +17,23 @@ from .curves import loss_figures
 from .figure import Figure
 from .picture_figures import picture_figures
 from .ranking import in_order
-from .reading import read_results
+from .reading import read_results, shipped_with
 from .results import ArmResults, Recipe, Results
 from .scores import cost_figures, ranking_figure, task_figures
 from .style import Looks, Style, palette_css, styles
-from .tables import tables
-from .verdict import verdict
+from .tables import ranking_table, tables
+from .verdict import Verdict, verdict
 
 NOTE = '<p class="note">{}</p>'
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
-    """Read what `read_results` reads and write one self-contained page; returns its path."""
+    """Read what `read_results` reads and write one self-contained page; returns its path.
+
+    Args:
+        directories: what `read_results` reads.
+        out: the HTML file.
+    """
     return write_page(report_page(read_results([Path(d) for d in directories])), Path(out))
 
 
@@ -50,6 +55,7 @@ def report_page(results: Results) -> str:
 
     parts = [
         _answer(results, looks, shown("ranking")),
+        _shipped(results, looks),
         part("loss", "Loss", loss_figures(results, looks), after=shown("budgets", "lengths", "far")),
         _tasks(results),
         part("lm", "Language tasks", after=shown("lm")),
@@ -113,12 +119,27 @@ def _chooser(figure: Figure) -> str:
 def _answer(results: Results, looks: Looks, table: str) -> Part:
     answer, figure = verdict(results), ranking_figure(results, looks)
     drawn = [] if figure.empty else [figure]
-    body = (
-        f'<h1>{_title(results)}</h1><p class="headline">{escape(answer.headline)}</p>'
-        f'<ul class="details">{_each("<li>{}</li>", answer.details)}</ul>{_each(NOTE, results.notes)}'
-        f"{grid(drawn)}{table}"
-    )
+    notes = _each(NOTE, filter(None, (results.recipes[0].note, *results.notes)))
+    body = f"<h1>{_title(results)}</h1>{_verdict_html(answer)}{notes}{grid(drawn)}{table}"
     return Part("answer", "Answer", body, drawn)
+
+
+def _verdict_html(answer: Verdict) -> str:
+    details = _each("<li>{}</li>", answer.details)
+    return f'<p class="headline">{escape(answer.headline)}</p><ul class="details">{details}</ul>'
+
+
+def _shipped(results: Results, looks: Looks) -> Part:
+    """The answer of a longer comparison that is part of the installation."""
+    if (place := shipped_with(results)) is None:
+        return part("shipped", "")
+    found = read_results([place])
+    table = table_html(replace(ranking_table(found), key="shipped").filled(), looks)
+    return part(
+        "shipped", f"Shipped results of grape compare {place.stem}", link="Shipped results",
+        lead="A longer comparison, which comes with grape-pe; it was not run on this machine.",
+        after=_verdict_html(verdict(found)) + table,
+    )  # fmt: skip
 
 
 def table_html(table: Table, looks: Looks) -> str:

@@ -115,18 +115,29 @@ def trend_blocks(results: Results) -> Blocks:
     return _sound_blocks(results, change, [tokens[0], tokens[-1]])
 
 
+def _with_tasks(results: Results) -> list[ArmResults]:
+    """Arms of the first recipe with scores and without a diverged run on a task."""
+    arms = [arm for arm in results.arms if arm.recipe == 0 and not arm.diverged_probes]
+    return [arm for arm in arms if any(arm.scores(task) for task in results.tasks)]
+
+
+def compared_tasks(results: Results) -> list[str]:
+    """The tasks that every compared arm has scores of: means over different tasks say nothing."""
+    return [task for task in results.tasks if all(arm.scores(task) for arm in _with_tasks(results))]
+
+
 def task_blocks(results: Results) -> Blocks:
     """Task scores, compared seed by seed."""
-    found = {arm.label: task_scores(results, arm) for arm in results.arms if arm.recipe == 0}
+    found = {arm.label: task_scores(results, arm) for arm in _with_tasks(results)}
     return blocks({label: scores for label, scores in found.items() if scores})
 
 
 def scored_by(results: Results, task: str) -> Kind:
     """The score that tells runs apart: samples solved exactly, unless that is near 0 or near 1 for all of them."""
-    runs = [scores for arm in results.arms for scores in arm.scores.values()]
+    runs = [scores for arm in results.arms for scores in arm.scores(task).values()]
     kinds: tuple[Kind, ...] = ("exact", "token")
     for kind in kinds:
-        means = [mean_score([each for each in scores if each.task == task], kind) for scores in runs]
+        means = [mean_score(scores, kind) for scores in runs]
         known = [mean for mean in means if mean is not None]
         if known and max(known) > FLOOR and min(known) < 1 - FLOOR:
             return kind
@@ -139,13 +150,13 @@ def mean_score(scores: Sequence[Score], kind: Kind) -> float | None:
 
 
 def task_scores(results: Results, arm: ArmResults) -> dict[int, float]:
-    """Seed to the mean score: over lengths and splits within a task, then over tasks."""
-    kinds = {task: scored_by(results, task) for task in results.tasks}
+    """Seed to the mean score, over lengths and splits within a task, then over the compared tasks."""
+    kinds = {task: scored_by(results, task) for task in compared_tasks(results)}
     out: dict[int, float] = {}
-    for seed, scores in arm.scores.items():
-        means = [mean_score([s for s in scores if s.task == task], kind) for task, kind in kinds.items()]
+    for seed in dict.fromkeys(seed for _, seed in arm.probes):
+        means = [mean_score(arm.scores(task).get(seed, ()), kind) for task, kind in kinds.items()]
         known = [mean for mean in means if mean is not None]
-        out |= {seed: sum(known) / len(known)} if known else {}
+        out |= {seed: sum(known) / len(known)} if known and len(known) == len(means) else {}
     return out
 
 
@@ -156,7 +167,8 @@ def ranking(results: Results) -> list[Row]:
 
     def place(row: Row) -> tuple[bool, float, float]:
         loss = row.val_loss.mean if row.val_loss else math.inf
-        return row.label not in found.means, loss, -row.tasks.mean if row.tasks else 1.0
+        among = found.means or tasks.means
+        return row.label not in among, loss, -row.tasks.mean if row.tasks else 1.0
 
     rows = sorted((_row(results, arm, found, far, tasks) for arm in results.arms), key=place)
     ranked = [row.label for row in rows if row.label in found.means]
@@ -202,6 +214,7 @@ def _status(arm: ArmResults, left_out: int) -> str:
     runs, planned = len(arm.language), arm.planned  # planned: tasks too
     counts = [
         (arm.diverged, runs, "diverged"),
+        (arm.diverged_probes, len(arm.probes), "on tasks diverged"),
         (arm.missing, planned, "not done"),
         (left_out, runs, "of a seed that others lack"),
     ]

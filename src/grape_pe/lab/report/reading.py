@@ -9,12 +9,13 @@ results.arms[0].language[0].evaluation.val_loss
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..compare.arms import Arm
+from ..config import flat, shipped_evidence
 from ..errors import LabError
 from ..files import damaged, read_json
 from ..inspect.figure_data import VERSION as PICTURE_VERSION
@@ -24,10 +25,8 @@ from .results import ArmResults, LanguageRun, Recipe, Results
 from .runs import read_lm_scores, read_run
 from .stored import (
     Evaluation,
-    Score,
     StoredComparison,
     curves,
-    flat,
     read_comparison,
     read_evaluation,
     read_lines,
@@ -73,6 +72,11 @@ def read_results(places: Sequence[Path]) -> Results:
     return Results(labelled, tuple(recipes), tuple(tasks), tuple(notes), scores)
 
 
+def shipped_with(results: Results) -> Path | None:
+    """The file of the longer comparison that these results name as evidence, if it is shipped."""
+    return shipped_evidence(results.recipes[0].evidence)
+
+
 def _source(place: Path, notes: list[str]) -> Source:
     if place.suffix == ".jsonl":
         return _from_file(place, notes)
@@ -88,8 +92,9 @@ def _source(place: Path, notes: list[str]) -> Source:
 
 
 def _recipe(name: str, stored: StoredComparison) -> Recipe:
-    settings = flat(stored.recipe)
-    return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command)
+    settings, about = flat(stored.recipe), stored.comparison
+    said = (str(about.get(key, "")) for key in ("note", "evidence"))
+    return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command, *said)
 
 
 def _from_file(path: Path, notes: list[str]) -> Source:
@@ -136,10 +141,8 @@ class _Runs:
             seeds = dict.fromkeys((*stored.seeds, *(each.seed for each in self.lines if each.label == label)))
             text = {seed: self.language_run(label, seed) for seed in seeds if language}
             probes = {(t, seed): self.probe(t, label, seed) for t in stored.tasks for seed in seeds}
-            scores = {seed: tuple(_scores(probes, seed)) for seed in seeds}
             options = {**_recipe_options(stored), **arm.options}
-            done = {run: found is not None for run, found in probes.items()}
-            yield ArmResults(label, arm.model_copy(update={"options": options}), 0, text, scores, done)
+            yield ArmResults(label, arm.model_copy(update={"options": options}), 0, text, probes)
 
     def evaluation(self, run: Path, label: str, seed: int, task: str | None = None) -> Evaluation | None:
         path, kind = run / "evaluation.json", "task" if task else "language"
@@ -157,12 +160,6 @@ class _Runs:
 
     def probe(self, task: str, label: str, seed: int) -> Evaluation | None:
         return self.evaluation(self.directory / "tasks" / task / f"{label}-s{seed}", label, seed, task)
-
-
-def _scores(probes: Mapping[tuple[str, int], Evaluation | None], seed: int) -> Iterator[Score]:
-    for (task, of), found in probes.items():
-        if of == seed and found is not None:
-            yield from (score.model_copy(update={"task": task}) for score in found.scores)
 
 
 def _recipe_options(stored: StoredComparison) -> dict[str, Any]:
@@ -237,10 +234,6 @@ def _joined(ours: ArmResults, theirs: ArmResults, notes: list[str]) -> ArmResult
         seeds = ", ".join(map(str, twice))
         notes.append(f"{ours.label}: seed {seeds} is in several directories; the first counts")
     kept = {s: run for s, run in ours.language.items() if run.evaluation or s not in theirs.language}
-    scores = {**theirs.scores, **{s: each for s, each in ours.scores.items() if each}}
-    probes = {
-        **theirs.probes,
-        **{run: done for run, done in ours.probes.items() if done or run not in theirs.probes},
-    }
+    done = {run: found for run, found in ours.probes.items() if found or run not in theirs.probes}
     language = dict(sorted({**theirs.language, **kept}.items()))
-    return replace(ours, language=language, scores=scores, probes=probes)
+    return replace(ours, language=language, probes={**theirs.probes, **done})

@@ -38,8 +38,13 @@ class ArmResults:
     arm: Arm
     recipe: int
     language: Mapping[int, LanguageRun]
-    scores: Mapping[int, tuple[Score, ...]] = field(default_factory=dict)
-    probes: Mapping[tuple[str, int], bool] = field(default_factory=dict)  # task and seed: whether it is done
+    #: by task and seed; None until it is done
+    probes: Mapping[tuple[str, int], Evaluation | None] = field(default_factory=dict)
+
+    def scores(self, task: str) -> dict[int, list[Score]]:
+        """Seed to the scores on a task, where there are any."""
+        found = {seed: each for (name, seed), each in self.probes.items() if name == task}
+        return {seed: each.scores for seed, each in found.items() if each is not None and each.scores}
 
     @property
     def evaluations(self) -> dict[int, Evaluation]:
@@ -56,12 +61,16 @@ class ArmResults:
         return sum(run.diverged for run in self.language.values())
 
     @property
+    def diverged_probes(self) -> int:
+        return sum(each is not None and not each.scores for each in self.probes.values())
+
+    @property
     def planned(self) -> int:
         return len(self.language) + len(self.probes)
 
     @property
     def missing(self) -> int:
-        return self.planned - len(self.evaluations) - sum(self.probes.values())
+        return self.planned - len(self.evaluations) - sum(each is not None for each in self.probes.values())
 
     @property
     def picture(self) -> Mapping[str, Any] | None:
@@ -70,7 +79,10 @@ class ArmResults:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all runs of a directory share, and where they ran."""
+    """What all runs of a directory share, and where they ran.
+
+    `note` is what a comparison says of itself, `evidence` names a longer one whose results are shipped.
+    """
 
     name: str
     settings: Mapping[str, Any]
@@ -78,6 +90,8 @@ class Recipe:
     machine: Mapping[str, Any]
     versions: Mapping[str, Any]
     command: str
+    note: str = ""
+    evidence: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.arms import Arm
-from ..config import RunConfig
+from ..config import RunConfig, flat
 from ..evaluate.benchmarks import Scores
 from ..files import read_json
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
 from .results import ArmResults, LanguageRun, Recipe
-from .stored import Evaluation, checked, curves, finite, flat
+from .stored import Evaluation, checked, curves, finite
 
 SCORES = "lm_eval*.json"
 RESTORE = "restore it from a copy, or train again in another --out"
@@ -32,7 +32,7 @@ def read_run(directory: Path) -> tuple[Recipe, ArmResults]:
     path = directory / ENVIRONMENT
     where = read_json(path, RESTORE) if path.exists() else {}
     recipe = Recipe(
-        directory.resolve().name, flat(config.model_dump()), (config.seed,),
+        directory.resolve().name, flat(config), (config.seed,),
         where.get("machine", {}), where.get("versions", {}), where.get("command", ""),
     )  # fmt: skip
     return recipe, ArmResults(arm.label, arm, 0, {config.seed: run})

@@ -120,8 +120,9 @@ def task_figures(results: Results) -> tuple[list[Figure], list[Figure]]:
 def _compared(results: Results, arm: ArmResults, task: str) -> list[Score]:
     """An arm's scores on a task, on the seeds that all arms have."""
     found = task_blocks(results)
-    seeds = found.units if arm.label in found.means else arm.scores
-    return [score for seed in seeds for score in arm.scores[seed] if score.task == task]
+    scores = arm.scores(task)
+    seeds = found.units if arm.label in found.means else scores
+    return [score for seed in seeds for score in scores.get(seed, ())]
 
 
 def _task_figure(results: Results, task: str, scored: dict[str, list[Score]]) -> Figure:

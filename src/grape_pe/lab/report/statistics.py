@@ -58,9 +58,9 @@ def summarize(values: Sequence[float]) -> Summary | None:
 class Blocks:
     """Arms compared on the units (seeds, or stretches of text) that they all have.
 
-    `margin` is the half width of the simultaneous 95% interval of any difference of two means, where all pairs
-    share it; `margins` are those of single pairs. Both are empty with fewer than two units or arms. `noisy` are
-    arms that vary more than the others, against the assumption of a shared variance.
+    `margin` is the half width of the simultaneous 95% interval of any difference of two means, where pairs share
+    it; `margins` are those of single pairs. Both are empty with fewer than two units or arms. `noisy` are arms that
+    vary more than the others: they do not share the variance, their margins are from their own values.
     """
 
     units: tuple[int, ...] = ()
@@ -96,8 +96,8 @@ def blocks(values: Values, *, pooled: bool = True) -> Blocks:
     """Arms by label, each with a value for each unit, compared unit by unit.
 
     Args:
-        pooled: estimate one variance from all arms, as few units need. Without it every pair of arms has its
-            own, from the differences of its two arms.
+        pooled: estimate one variance from all arms but noisy ones, as few units need. Without it every pair of
+            arms has its own, from the differences of its two arms.
     """
     shared = set.intersection(*(set(each) for each in values.values())) if values else set()
     units = tuple(sorted(shared))
@@ -109,11 +109,15 @@ def blocks(values: Values, *, pooled: bool = True) -> Blocks:
         return Blocks(units, means)
     if not pooled:
         return Blocks(units, means, margins=_own_margins(values, units))
-    left = _residuals(values, means, units)
-    degrees = (arms - 1) * (n - 1)
+    left = _residuals(values, units)
+    if noisy := _noisy(left):
+        left = _residuals({label: each for label, each in values.items() if label not in noisy}, units)
+    degrees = (len(left) - 1) * (n - 1)
     residual = math.sqrt(math.fsum(r * r for each in left.values() for r in each) / degrees)
     margin = _tukey(arms, degrees) * residual * math.sqrt(2 / n)
-    return Blocks(units, means, residual, margin, noisy=_noisy(left, degrees))
+    own = _own_margins(values, units) if noisy else {}
+    margins = {pair: wide for pair, wide in own.items() if not pair.isdisjoint(noisy)}
+    return Blocks(units, means, residual, margin, margins, noisy)
 
 
 def _own_margins(values: Values, units: Sequence[int]) -> dict[frozenset[str], float]:
@@ -125,19 +129,21 @@ def _own_margins(values: Values, units: Sequence[int]) -> dict[frozenset[str], f
     }
 
 
-def _residuals(values: Values, means: Mapping[str, float], units: Sequence[int]) -> dict[str, list[float]]:
+def _residuals(values: Values, units: Sequence[int]) -> dict[str, list[float]]:
     """What neither the arm nor the unit explains."""
+    means = {label: statistics.fmean(each[unit] for unit in units) for label, each in values.items()}
     middle = statistics.fmean(means.values())
     shift = {unit: statistics.fmean(each[unit] for each in values.values()) - middle for unit in units}
     return {label: [values[label][unit] - means[label] - shift[unit] for unit in units] for label in values}
 
 
-def _noisy(left: Mapping[str, Sequence[float]], degrees: int) -> tuple[str, ...]:
-    """Arms whose residual variance is above that of the others, by an F test."""
-    arms = len(left)
+def _noisy(left: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+    """Arms whose residual variance is above that of the others, by an F test; two arms at least are not."""
+    arms, units = len(left), len(next(iter(left.values())))
     if arms < 3:
         return ()
     squares = {label: math.fsum(r * r for r in each) for label, each in left.items()}
+    degrees = (arms - 1) * (units - 1)
     total, own = math.fsum(squares.values()), degrees / arms
     f = require("scipy.stats", "lab").f
 
@@ -145,7 +151,8 @@ def _noisy(left: Mapping[str, Sequence[float]], degrees: int) -> tuple[str, ...]
         others = (total - square) / (degrees - own)
         return others > 0 and f.sf(square / own / others, own, degrees - own) < NOISY / arms
 
-    return tuple(label for label, square in squares.items() if noisier(square))
+    found = [label for label, square in squares.items() if noisier(square)]
+    return tuple(found) if len(found) <= arms - 2 else ()
 
 
 @lru_cache

@@ -65,12 +65,21 @@ class Positions(Stored):
 class Score(Stored):
     """How one run did on one task at one length (and depth)."""
 
-    task: str = ""
     split: str = ""
     length: int
     depth: Number = None
     exact: Number = None
     token: Number = None
+
+
+class Passkey(Stored):
+    """A `PasskeyScore` of an adapted model."""
+
+    length: int
+    depth: float
+    cases: int
+    exact: float
+    nats: float
 
 
 class Evaluation(Stored):
@@ -91,6 +100,7 @@ class Evaluation(Stored):
     by_position: Positions = Positions()
     extrapolation: list[LengthLoss] = []
     scores: list[Score] = []
+    passkey: list[Passkey] = []
 
     @property
     def at_budgets(self) -> dict[int, float | None]:
@@ -164,12 +174,3 @@ def checked(kind: type[Kind], values: dict[str, Any], path: Path, remedy: str, w
         error = problem.errors()[0]
         name = ".".join(map(str, error["loc"]))
         raise damaged(path, f"{why}{name}: {error['msg']}, got {error['input']!r:.60}", remedy) from None
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names to values, one level deep; names that are dotted already stay."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        deeper = isinstance(value, dict) and not prefix and "." not in key
-        out |= flat(value, f"{key}.") if deeper else {f"{prefix}{key}": value}
-    return out

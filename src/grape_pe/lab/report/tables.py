@@ -6,8 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..evaluate.benchmarks import METRICS, PAPER_TASKS, percent
+from .adapted_tables import BEFORE, before_table, passkey_table
 from .cells import BEST, NONE, Cell, Table, difference, interval, mean_only, number, short_count
-from .ranking import budget_blocks, diverged_at, length_blocks, ranking, scored_by, text_blocks, trend_blocks
+from .ranking import (
+    budget_blocks,
+    compared_tasks,
+    diverged_at,
+    length_blocks,
+    ranking,
+    scored_by,
+    text_blocks,
+    trend_blocks,
+)
 from .results import Results
 from .statistics import Blocks, Summary
 
@@ -16,7 +26,9 @@ SCORED = {"exact": "samples solved exactly", "token": "tokens of answers that ar
 
 def tables(results: Results) -> list[Table]:
     """Every table that has rows."""
-    makers = (ranking_table, budget_table, length_table, far_table, sweep_table, lm_table)
+    compared = (ranking_table, budget_table, length_table, far_table, sweep_table, lm_table)
+    adapted = (before_table, passkey_table, far_table, lm_table)
+    makers = adapted if any(arm.label == BEFORE for arm in results.arms) else compared
     made = [make(results) for make in makers]
     return [table.filled() for table in made if table and table.rows and table.heads]
 
@@ -32,7 +44,10 @@ def ranking_table(results: Results) -> Table:
         cells = [number(row.val_loss, 4), BEST if leads else difference(row.behind) if row.behind else NONE]
         cells += [number(row.long_loss, 3), mean_only(row.tasks, 1, 100, "%"), mean_only(row.speed, 0)]
         shown.append((row.label, [*cells, mean_only(row.memory, 0, 2**-20, " MB"), Cell(str(seeds), seeds)]))
-    notes = [f"{row.label}: {row.status}" for row in rows if row.status]
+    states: dict[str, list[str]] = {}
+    for row in rows:
+        states.setdefault(row.status, []).append(row.label)
+    notes = [f"{', '.join(labels)}: {status}" for status, labels in states.items() if status]
     if rows and all(max(len(row.losses), len(row.solved)) <= 1 for row in rows):
         notes.append("one seed each: no spread and no interval")
     caption = (
@@ -42,8 +57,9 @@ def ranking_table(results: Results) -> Table:
         "the machine did."
     )
     if results.tasks:
-        kinds = sorted({scored_by(results, task) for task in results.tasks})
-        caption += f" Tasks: share of {' or '.join(SCORED[k] for k in kinds)}, over lengths, then tasks."
+        tasks = compared_tasks(results)
+        kinds = " or ".join(SCORED[kind] for kind in sorted({scored_by(results, task) for task in tasks}))
+        caption += f" Tasks ({', '.join(tasks)}): share of {kinds}, over lengths, then tasks."
     return Table("ranking", "", caption, heads, shown, notes)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .ranking import budget_blocks, length_blocks, ranking, text_blocks, trend_blocks
+from .reading import read_results, shipped_with
 from .results import Results
 from .statistics import Blocks
 from .tables import sweeps, tables
@@ -14,19 +15,35 @@ from .verdict import verdict
 
 
 def table(results: Results, limit: int | None = None) -> str:
-    """The tables, or the first `limit`, as text of at most 100 columns, the ranking first."""
+    """The tables, or the first `limit`, as text of at most 100 columns, the ranking first.
+
+    Args:
+        results: from `read_results`.
+        limit: number of tables; all if None.
+    """
     return "\n\n".join((each.title and f"{each.title}:\n") + each.text() for each in tables(results)[:limit])
 
 
 def summary(results: Results, limit: int | None = None) -> str:
-    """Tables (or the first `limit`), verdict and notes: what a terminal shows."""
-    answer = verdict(results)
+    """Tables (or the first `limit`), verdict, notes and shipped results: what a terminal shows."""
+    answer, note = verdict(results), results.recipes[0].note.strip()
     lines = [table(results, limit), "", answer.headline, *(f"  {each}" for each in answer.details)]
-    return "\n".join([*lines, *(f"Note: {note}" for note in results.notes)])
+    lines += [*(f"Note: {note}" for note in results.notes), *([f"\n{note}"] if note else [])]
+    if (shipped := shipped_with(results)) is not None:
+        lines += [
+            f"\nShipped results of grape compare {shipped.stem}:\n",
+            summary(read_results([shipped]), 1),
+        ]
+        lines += [f"In full: grape report --markdown {shipped}"]
+    return "\n".join(lines)
 
 
 def markdown(results: Results) -> str:
-    """The answer and all tables as Markdown, for documents: no number needs to be typed."""
+    """The answer and all tables as Markdown, for documents: no number needs to be typed.
+
+    Args:
+        results: from `read_results`.
+    """
     answer = verdict(results)
     parts = [f"**{answer.headline}**", "\n".join(f"- {each}" for each in (*answer.details, *results.notes))]
     for each in tables(results):
@@ -35,7 +52,11 @@ def markdown(results: Results) -> str:
 
 
 def results_json(results: Results) -> dict[str, Any]:
-    """Everything for scripts: every summary with mean, count, spread, low and high."""
+    """Everything for scripts: every summary with mean, count, spread, low and high.
+
+    Args:
+        results: from `read_results`.
+    """
     budgets = budget_blocks(results)
     best = list(budgets.values())[-1].best if budgets else ""
     return {

@@ -10,6 +10,7 @@ from .cells import interval, number, short_count
 from .ranking import (
     Row,
     budget_blocks,
+    compared_tasks,
     length_blocks,
     loss_blocks,
     ranking,
@@ -39,11 +40,15 @@ class Verdict:
 
 
 def verdict(results: Results) -> Verdict:
-    """What the comparison says about "which encoding should I use?"."""
+    """What the comparison says about "which encoding should I use?".
+
+    Args:
+        results: from `read_results`.
+    """
     every, found = ranking(results), loss_blocks(results)
     rows = [row for row in every if row.label in found.means]
     if not any(row.losses for row in every):
-        return _task_verdict(results, [row for row in every if row.tasks is not None])
+        return _task_verdict(results, every)
     if not rows:
         return Verdict(_nothing_comparable(results), tuple(_missing_sentences(results)), None, ())
     best, others = rows[0], rows[1:]
@@ -58,19 +63,21 @@ def verdict(results: Results) -> Verdict:
 
 
 def _nothing_comparable(results: Results) -> str:
-    if all(arm.diverged for arm in results.arms):
+    if all(arm.diverged or arm.diverged_probes for arm in results.arms):
         return "Every encoding has a run that diverged, so there is nothing to rank."
-    return "The encodings share no seed, so their losses cannot be compared."
+    return "The encodings share no seed (or no task), so they cannot be compared."
 
 
-def _task_verdict(results: Results, rows: list[Row]) -> Verdict:
+def _task_verdict(results: Results, every: list[Row]) -> Verdict:
     """Without text to model, the tasks decide."""
-    details = tuple(_missing_sentences(results))
+    details, found = tuple(_missing_sentences(results)), task_blocks(results)
+    rows = [row for row in every if row.label in found.means]
     if not rows or rows[0].tasks is None:
-        return Verdict("There is no finished run yet, so there is nothing to rank.", details, None, ())
-    best, others, found = rows[0].label, [row.label for row in rows[1:]], task_blocks(results)
-    known = found.means.keys() >= {best, *others}
-    tied = tuple(label for label in others if not known or not found.apart(label, best))
+        begun = any(each for arm in results.arms for each in arm.probes.values())
+        none = "There is no finished run yet, so there is nothing to rank."
+        return Verdict(_nothing_comparable(results) if begun else none, details, None, ())
+    best, others = rows[0].label, [row.label for row in rows[1:]]
+    tied = tuple(label for label in others if not found.apart(label, best))
     if not others:
         end = "."
     elif len(found.units) < 2:
@@ -96,8 +103,9 @@ def _headline(rows: list[Row], tied: tuple[str, ...], found: Blocks) -> str:
 
 
 def _scores_named(results: Results) -> str:
-    kinds = dict.fromkeys(scored_by(results, task) for task in results.tasks)
-    return " or ".join(SCORED[kind] for kind in kinds)
+    tasks = compared_tasks(results)
+    kinds = " or ".join(dict.fromkeys(SCORED[scored_by(results, task)] for task in tasks))
+    return kinds if len(tasks) == len(results.tasks) else f"{kinds}; of {', '.join(tasks)} only"
 
 
 def _details(results: Results, rows: list[Row], found: Blocks) -> list[str]:
@@ -191,7 +199,12 @@ def _missing_sentences(results: Results) -> list[str]:
         for arm in results.arms
         if arm.diverged
     ]
-    return [*_progress_sentences(results), *diverged]
+    probes = [
+        f"{arm.label} diverged in {arm.diverged_probes} of {len(arm.probes)} runs on tasks, so it is not ranked there."
+        for arm in results.arms
+        if arm.diverged_probes
+    ]
+    return [*_progress_sentences(results), *diverged, *probes]
 
 
 def _progress_sentences(results: Results) -> list[str]:
@@ -201,6 +214,8 @@ def _progress_sentences(results: Results) -> list[str]:
     if not waiting:
         return []
     named = ", ".join(f"{label} {count}" for label, count in waiting.items())
+    if len(waiting) == len(results.arms) > 1 and len(set(waiting.values())) == 1:
+        named = f"{next(iter(waiting.values()))} of each encoding"
     return [
         f"{planned - sum(waiting.values())} of {planned} runs done; not done: {named}. "
         "Arms are compared on the seeds that all of those with results have."
@@ -211,7 +226,10 @@ def _noisy_sentence(found: Blocks) -> str:
     if not found.noisy:
         return ""
     more = "vary" if len(found.noisy) > 1 else "varies"
-    return f"{_listed(found.noisy)} {more} more between seeds than the others; its interval is too narrow."
+    return (
+        f"{_listed(found.noisy)} {more} more between seeds than the others: differences to it are judged by its own "
+        "runs, with wide intervals."
+    )
 
 
 def _long_sentence(results: Results, rows: list[Row]) -> str:
@@ -239,11 +257,11 @@ def _long_sentence(results: Results, rows: list[Row]) -> str:
 
 
 def _task_sentence(results: Results, rows: list[Row]) -> str:
-    known = {row.label: row.tasks.mean for row in rows if row.tasks}
+    found = task_blocks(results)
+    known = {row.label: row.tasks.mean for row in rows if row.tasks and row.label in found.means}
     if len(known) < 2:
         return ""
     last, *_, first = sorted(known, key=lambda label: known[label])
-    found = task_blocks(results)
     beyond = found.margin is not None and found.apart(first, last)
     end = ", beyond chance" if beyond else "; that may be chance"
     return (

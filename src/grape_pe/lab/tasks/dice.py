@@ -9,22 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..data.permutation import mix
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Words = NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def _mix(words: Words) -> Words:
-    """The finaliser of splitmix64: every bit of the input reaches every bit of the output."""
-    words = words ^ (words >> np.uint64(30))
-    words *= _FIRST
-    words ^= words >> np.uint64(27)
-    words *= _SECOND
-    words ^= words >> np.uint64(31)
-    return words
 
 
 class Dice:
@@ -38,8 +28,8 @@ class Dice:
     def __init__(self, path: tuple[int, ...], rows: range) -> None:
         key = np.zeros(len(rows), dtype=np.uint64)
         for part in path:
-            key = _mix(key + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-        self.keys = _mix(_mix(key + _GOLDEN) ^ np.asarray(rows, dtype=np.uint64) * _GOLDEN)
+            key = mix(key + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+        self.keys = mix(mix(key + _GOLDEN) ^ np.asarray(rows, dtype=np.uint64) * _GOLDEN)
         self.used = 0
 
     def __len__(self) -> int:
@@ -50,7 +40,7 @@ class Dice:
         count = int(np.prod(shape, dtype=np.int64))
         steps = np.arange(self.used + 1, self.used + count + 1, dtype=np.uint64) * _GOLDEN
         self.used += count
-        words = _mix(self.keys[:, None] + steps)
+        words = mix(self.keys[:, None] + steps)
         return ((words >> np.uint64(11)).astype(np.float64) * 2.0**-53).reshape(len(self), *shape)
 
     def integers(self, low: int, high: int, *shape: int) -> Ints:

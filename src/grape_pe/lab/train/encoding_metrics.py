@@ -6,34 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from ...bias import Bias
-from ...encodings.base import Encoded, Encoding
+from ...encodings import Encoding
 from ...encodings.frequencies import STEP_DIVISOR, Frequencies
-from ..inspect.capture import added
+from ..inspect.capture import added, watch
 
 
 def encoding_summary(model: nn.Module, tokens: Tensor) -> dict[str, float]:
     """Over all layers: frequencies, gates and slopes on these tokens (1, T), the bias at some distances."""
-    seen: list[Bias] = []
-    hooks = [
-        part.register_forward_hook(lambda _module, _inputs, code: _remember(seen, code))
-        for part in model.modules()
-        if isinstance(part, Encoding)
-    ]
-    was_training = model.training
-    try:
-        # a compiled model does not see hooks that came later
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model.eval()
-            model(tokens)
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
+    with torch.compiler.set_stance("force_eager"):  # a compiled model does not see hooks that came later
+        found = watch(model, [part for part in model.modules() if isinstance(part, Encoding)], tokens)
+    seen = [code.bias for _, _, code in found]
     return _frequencies(model) | _rates(seen) | _reach(seen, tokens.shape[1])
-
-
-def _remember(seen: list[Bias], code: Encoded) -> None:
-    seen.append(code.bias)
 
 
 def _frequencies(model: nn.Module) -> dict[str, float]:
@@ -53,7 +36,7 @@ def _frequencies(model: nn.Module) -> dict[str, float]:
 def _rates(seen: list[Bias]) -> dict[str, float]:
     found: dict[str, list[Tensor]] = {}
     for bias in seen:
-        for name, tensor in {**bias.views(), **bias.traces()}.items():
+        for name, tensor in {**bias.query_tensors(), **bias.key_tensors()}.items():
             short = name.rpartition(".")[2]
             if short.startswith("rate"):
                 found.setdefault(short, []).append(tensor.detach().double().flatten())
@@ -67,7 +50,9 @@ def _rates(seen: list[Bias]) -> dict[str, float]:
 def _reach(seen: list[Bias], length: int) -> dict[str, float]:
     """Mean bias from the last token to the one 1, 16, 64 before it."""
     row = slice(length - 1, length)
-    tiles = [tile.double() for bias in seen if (tile := added(bias, row, slice(0, length))) is not None]
+    tiles = [
+        tile.detach().double() for bias in seen if (tile := added(bias, row, slice(0, length))) is not None
+    ]
     out = {}
     for distance in (1, 16, 64):
         if tiles and distance < length:

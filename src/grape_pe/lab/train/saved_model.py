@@ -39,7 +39,11 @@ def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed:
 
 
 def load_model(path: str | os.PathLike[str]) -> Decoder:
-    """The decoder of a run (its end or its newest checkpoint), of a checkpoint, or of a model directory."""
+    """The decoder of a run (its end or its newest checkpoint), of a checkpoint, or of a model directory.
+
+    Args:
+        path: a run, a checkpoint or a model directory.
+    """
     path = Path(path)
     for place in (path, path / "final"):
         if (place / "config.json").exists():
@@ -53,7 +57,7 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
     if not (run / CONFIG).is_file():
         raise LabError(f"{path} is no run, no checkpoint of one, and no model directory")
     config = read_config(run)
-    decoder = Decoder(config.model.decoder(open_feed(config, World()).batches.vocab_size))
+    decoder = Decoder(config.decoder(open_feed(config, World()).batches.vocab_size))
     load_weights(decoder, checkpoint)
     return decoder
 

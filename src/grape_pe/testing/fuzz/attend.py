@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention import attend
+from ...attention import attend, key_bound
 from ...bias import Bias, NoBias
 from ...encodings import Encoding
-from .dense import dense_attention, torch_attention, visible_keys
+from .dense import dense_attention, dense_attention_lse, torch_attention, visible_keys
 from .draw import Layout, RawBias, Sizes, draw_bias, draw_masks, draw_sizes
 from .encodings import draw_encoding, draw_positions
 from .runner import Outcome
+from .skipping import draw_skipping, skipping
 
 #: dtype -> how many times the dense error is allowed, and which part of the value in any case
 RULE = {
@@ -57,6 +58,8 @@ class Case:
     raw: RawBias | None = None
     encoding: Encoding | None = None
     positions: Tensor | None = None
+    threads: int = 1
+    skips: tuple[int, int, int] | None = None  # decoding skips keys: see `skipping`
     values: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     scales: Any = None  # the state of the generator that chose sizes and dtypes of the values
@@ -67,7 +70,8 @@ class Case:
         layouts = ", ".join(f"{name} {layout.kind}" for name, layout in self.layouts.items())
         return (
             f"seed {self.seed}: {what}\n  {self.sizes}\n  {self.dtype}, default {self.default_dtype}, "
-            f"autocast {self.autocast}, gradients {self.learns}\n  {masks}\n  {self.options}\n  {layouts}"
+            f"autocast {self.autocast}, gradients {self.learns}, {self.threads} threads, skips {self.skips}\n"
+            f"  {masks}\n  {self.options}\n  {layouts}"
         )
 
 
@@ -87,7 +91,7 @@ def draw_case(seed: int) -> Case:
         autocast=rng.choice((None, None, torch.bfloat16, torch.float16)),
         learns=rng.random() < 0.7,
         masks=draw_masks(rng, generator, s),
-        options=_draw_options(rng),
+        options=_draw_options(rng, dtype),
         layouts={},
     )
     if rng.random() < 0.4:
@@ -103,17 +107,21 @@ def draw_case(seed: int) -> Case:
         ("v", s.kv_heads, s.keys, s.value_width),
     ):
         case.layouts[name] = Layout(rng, (s.batch, heads, tokens, width))
+    case.threads = rng.choice((1, 1, 1, 2, 4))
+    case.skips = draw_skipping(rng) if rng.random() < 0.3 else None
     case.scales = rng.getstate()
     _draw_values(case, rng, generator)
     return case
 
 
-def _draw_options(rng: random.Random) -> dict[str, Any]:
+def _draw_options(rng: random.Random, dtype: torch.dtype) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if rng.random() < 0.3:
         options["scale"] = rng.choice((0.0, 0.3, 1, 1.7, -0.5))
     if rng.random() < 0.4:
         options["prune"] = rng.choice((None, "auto", 30.0))
+    if rng.random() < 0.2 and dtype != torch.float64:  # it is float32
+        options["return_lse"] = True
     return options
 
 
@@ -138,13 +146,16 @@ def _draw_values(case: Case, rng: random.Random, generator: torch.Generator) -> 
 
 @contextlib.contextmanager
 def _surroundings(case: Case) -> Iterator[None]:
-    before = torch.get_default_dtype()
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(case.default_dtype)
+    torch.set_num_threads(case.threads)
     try:
-        with torch.autocast("cpu", dtype=case.autocast or torch.bfloat16, enabled=case.autocast is not None):
+        dtype, on = case.autocast or torch.bfloat16, case.autocast is not None
+        with torch.autocast("cpu", dtype=dtype, enabled=on), skipping(case.skips):
             yield
     finally:
         torch.set_default_dtype(before)
+        torch.set_num_threads(threads)
 
 
 Compute = Callable[[Tensor, Tensor, Tensor, Bias], Tensor]
@@ -248,7 +259,18 @@ def _judge_more_draws(seed: int, name: str, errors: Errors, outcome: Outcome) ->
 
 
 def _by(name: str, case: Case) -> Compute:
-    return lambda q, k, v, bias: attend(q, k, v, bias=bias, impl=name, **_arguments(case))
+    def compute(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:
+        return _joined(attend(q, k, v, bias=bias, impl=name, **_arguments(case, k)))
+
+    return compute
+
+
+def _joined(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The output, with the logsumexp if it was asked for as one more feature: 0 where nothing is visible."""
+    if isinstance(result, Tensor):
+        return result
+    y, lse = result
+    return torch.cat([y.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)], -1)
 
 
 def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -256,16 +278,18 @@ def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]
     visible = visible_keys(case.sizes.queries, case.sizes.keys, case.masks)
     given = case.options.get("scale")
 
-    def by(compute: Callable[..., Tensor], working: torch.dtype) -> Compute:
+    def by(compute: Callable[..., Any], working: torch.dtype) -> Compute:
         def run(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:
             scale = q.shape[-1] ** -0.5 if given is None else given  # an encoding may have made q wider
-            return compute(q, k, v, bias, visible, scale, working)
+            return _joined(compute(q, k, v, bias, visible, scale, working))
 
         return run
 
-    truth = evaluate(case, True, by(dense_attention, torch.float64), surrounded=False)
+    with_lse = "return_lse" in case.options
+    dense: Callable[..., Any] = dense_attention_lse if with_lse else dense_attention
+    truth = evaluate(case, True, by(dense, torch.float64), surrounded=False)
     working = torch.promote_types(case.dtype, torch.float32)
-    kinds = (dense_attention, torch_attention) if case.dtype.itemsize < 4 else (dense_attention,)
+    kinds = (dense, torch_attention) if case.dtype.itemsize < 4 and not with_lse else (dense,)
     return truth, [evaluate(case, False, by(kind, working), surrounded=False) for kind in kinds]
 
 
@@ -273,8 +297,9 @@ class _Refused(Exception):
     """The library refused the case with an error."""
 
 
-def _arguments(case: Case) -> dict[str, Any]:
-    return {**case.masks, **case.options}
+def _arguments(case: Case, k: Tensor) -> dict[str, Any]:
+    bound = {} if case.skips is None else {"key_bound": key_bound(k.detach())}
+    return {**case.masks, **case.options, **bound}
 
 
 def _attempt(case: Case, outcome: Outcome, compute: Compute) -> dict[str, Tensor]:
@@ -294,7 +319,7 @@ def _accepting(case: Case, outcome: Outcome) -> list[str]:
     found: list[str] = []
 
     def ask(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:
-        why = attend.explain(q, k, v, bias=bias, **_arguments(case))
+        why = attend.explain(q, k, v, bias=bias, **_arguments(case, k))
         found.extend(["auto", why.impl, *(n for n, r in why.why_not.items() if r == "less preferred here")])
         return v
 

@@ -19,6 +19,13 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
 ) -> Tensor:
     """softmax(scale q k^T + b) v over visible keys in `working`, rounded to v's dtype; else zero."""
+    return dense_attention_lse(q, k, v, bias, visible, scale, working)[0]
+
+
+def dense_attention_lse(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`dense_attention`, and the logsumexp of each row: -inf where nothing is visible."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(working).repeat_interleave(group, 1) for x in (k, v))
     logits = scale * torch.einsum("bhtd,bhjd->bhtj", q.to(working), keys)
@@ -26,11 +33,13 @@ def dense_attention(
     if extra is not None:
         logits = logits + extra.to(working)
     if logits.numel() == 0:
-        return torch.einsum("bhtj,bhjd->bhtd", logits, values).to(v.dtype)
+        y = torch.einsum("bhtj,bhjd->bhtd", logits, values).to(v.dtype)
+        return y, logits.new_full(q.shape[:3], -torch.inf)
     visible = visible & (logits != -torch.inf)  # a table may end in -inf
     seen = visible.any(-1, keepdim=True)
-    weight = logits.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0).softmax(-1) * seen
-    return torch.einsum("bhtj,bhjd->bhtd", weight, values).to(v.dtype)
+    logits = logits.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0)
+    y = torch.einsum("bhtj,bhjd->bhtd", logits.softmax(-1) * seen, values).to(v.dtype)
+    return y, logits.logsumexp(-1).masked_fill(~seen[..., 0], -torch.inf)
 
 
 def torch_attention(
@@ -94,30 +103,22 @@ def _path(bias: PathBias, working: torch.dtype) -> Tensor:
 
 
 def _distance(bias: DistanceBias, working: torch.dtype) -> Tensor:
-    """One-hot rows of distances times the table: (B|1, t, j, L) and (H|1, R, L)."""
+    """The entry of each distance, (B|1, t, j), of the table (H|1, R, L); an entry may be -inf."""
     apart = (bias.position_q[:, 0, :, None] - bias.position_k[:, 0, None, :]).long()
     numbers = bias.table[0, :, 0].to(working)
     if bias.profile is not None:
         values = bias.profile(apart, numbers)
         inside = torch.ones_like(apart, dtype=torch.bool)
     else:
-        entries = torch.arange(numbers.shape[-1]) + bias.first
-        inside = (apart >= entries[0]) & (apart <= entries[-1])
-        near = apart.clamp(int(entries[0]), int(entries[-1]))
-        values = torch.einsum("btjl,hrl->hrbtj", (near[..., None] == entries).to(working), numbers)
-    mix = torch.ones(1, 1, 1, values.shape[1], dtype=working) if bias.weight is None else bias.weight
-    total = torch.einsum("bhtr,hrbtj->bhtj", *_broadcast(mix.to(working), values))
+        entry = apart - bias.first
+        inside = (entry >= 0) & (entry < numbers.shape[-1])
+        values = numbers[..., entry.clamp(0, numbers.shape[-1] - 1)]
+    if bias.weight is not None:
+        values = bias.weight.to(working).permute(1, 3, 0, 2)[..., None] * values
+    total = values.sum(1).transpose(0, 1)
     if bias.beyond == "last" or bias.profile is not None:
         return total
     return total.where(inside[:, None], 0.0 if bias.beyond == "zero" else -torch.inf)
-
-
-def _broadcast(mix: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads = max(mix.shape[0], values.shape[2]), max(mix.shape[1], values.shape[0])
-    if 0 in (mix.shape[0], values.shape[2]):
-        batch = 0
-    mix = mix.expand(batch, heads, values.shape[3], -1)
-    return mix, values.expand(heads, -1, batch, -1, -1)
 
 
 def path_product(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:

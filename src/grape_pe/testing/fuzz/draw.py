@@ -179,27 +179,40 @@ def _tile(rng: random.Random, s: Sizes, at: str) -> RawBias:
 
 
 def _distance(rng: random.Random, s: Sizes, at: str) -> RawBias:
-    """A table, alone or mixed, on one side or both, over positions that run on, jump or start anew."""
+    """A table, alone or mixed, on one side or both, over positions of any order; some entries may be -inf."""
     tables, length = rng.choice((1, 1, 2, 3)), rng.choice((1, 4, 9, 80))
     first, beyond = -rng.choice((0, 0, length // 2, length - 1)), rng.choice(BEYOND)
     mixed, lead = rng.random() < 0.5, (rng.choice((1, s.batch)), rng.choice((1, s.heads)))
-    jump, cut = rng.choice((0, 0, 0, 7, -5)), s.keys // 2
     profile = _bent if rng.random() < 0.25 else None
+    holes = profile is None and not mixed and rng.random() < 0.3
     sizes: dict[str, tuple[int, ...]] = {
         f"{at}table": (1, rng.choice((1, s.heads)), 1, tables, length if profile is None else 2)
     }
     if mixed:
         sizes[f"{at}mix"] = (*lead, s.queries, tables)
+    kind = rng.choice(("run", "run", "jump", "back", "far", "rows", "any"))
+    places = _places(rng, kind, s)
 
     def make(leaves: Leaves) -> DistanceBias:
         table = leaves[f"{at}table"]
-        places = torch.arange(s.keys, dtype=torch.float64, device=table.device) + 3.0
-        places = (places + jump * (places > cut)).view(1, 1, -1)
+        if holes:
+            table = table.masked_fill(torch.arange(length) % 3 == 1, -torch.inf)
         mix = leaves.get(f"{at}mix")
         return DistanceBias(places[..., s.keys - s.queries :], places, table, mix, first, beyond, profile)
 
-    form = "profile" if profile else f"{length} from {first}, {beyond}"
-    return RawBias(f"distance[{form}{', mixed' if mixed else ''}]", sizes, set(), make)
+    form = "profile" if profile else f"{length} from {first}, {beyond}{', with -inf' if holes else ''}"
+    return RawBias(f"distance[{form}{', mixed' if mixed else ''}, {kind}]", sizes, set(), make)
+
+
+def _places(rng: random.Random, kind: str, s: Sizes) -> Tensor:
+    """(B|1, 1, T): positions that run on, jump, go back, lie far from 0, differ by sequence, or are any."""
+    run = torch.arange(s.keys, dtype=torch.float64).view(1, 1, -1)
+    jump = {"jump": 7, "back": -5}.get(kind, 0)
+    if kind == "rows":
+        return run + torch.tensor([rng.randrange(40) for _ in range(s.batch)]).view(-1, 1, 1)
+    if kind == "any":
+        return torch.tensor([rng.randrange(-30, 30) for _ in range(s.keys)]).double().view(1, 1, -1)
+    return run + (2.0**45 if kind == "far" else 3.0) + jump * (run > s.keys // 2)
 
 
 def _bent(distance: Tensor, numbers: Tensor) -> Tensor:

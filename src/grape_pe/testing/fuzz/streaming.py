@@ -23,10 +23,20 @@ from .dense import dense_attention
 from .draw import Sizes
 from .encodings import WIDTH, draw_encoding
 from .runner import Outcome
+from .skipping import Skips, draw_skipping, skipping
+from .static import Static
 
 FIELDS = ("q", "k", "v", "x")
 #: refusals that are right whenever the setting they name is in use
-NAMED = ("sinks", "convolution", "packed documents need", "cannot be moved", "cannot be rebased", "coords")
+NAMED = (
+    "sinks",
+    "convolution",
+    "packed documents need",
+    "cannot be moved",
+    "cannot be rebased",
+    "coords",
+    "is full",
+)
 
 
 @dataclass
@@ -45,12 +55,14 @@ class Token:
 class World:
     """The cache and, for each sequence, all its tokens and the outputs that were not compared yet."""
 
-    cache: StreamingCache
+    cache: StreamingCache | Static
     dtype: torch.dtype
     generator: torch.Generator
     sequences: list[list[Token]]
     pending: list[dict[int, Tensor]]
     reach: list[int]  # tokens that must be possible to take back
+    skips: Skips | None = None  # see `skipping`
+    threads: int = 1
     moved: bool = False  # rebased: keys were rounded once more
     outcome: Outcome = field(default_factory=Outcome)
     log: list[str] = field(default_factory=list)
@@ -60,15 +72,20 @@ def check(seed: int) -> Outcome:
     """Run one schedule; an AssertionError if any output is off."""
     rng = random.Random(seed)
     world = _draw_world(rng, seed)
+    operations, weights = (STATIC, [8, 1, 2]) if isinstance(world.cache, Static) else (OPERATIONS, WEIGHTS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(world.threads)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), skipping(world.skips):
             _feed(world, rng)
             for _ in range(rng.randint(2, 9)):
-                rng.choices(OPERATIONS, WEIGHTS)[0](world, rng)
+                rng.choices(operations, weights)[0](world, rng)
             _feed(world, rng)
             _compare(world)
     except Exception as error:
         raise AssertionError(f"{error}\n  {_describe(world)}\n  " + "\n  ".join(world.log)) from error
+    finally:
+        torch.set_num_threads(before)
     return world.outcome
 
 
@@ -77,7 +94,8 @@ def _describe(world: World) -> str:
     shift = f"shift={c.shift is not None}, key_norm={c.key_norm is not None}"
     shift = f"{shift}, norm_after={c.norm_after is not None}, {world.dtype}"
     sizes = f"window={c.window}, sinks={c.sinks}, rollback={c.rollback}, capacity={c.capacity}"
-    return f"{c.encoding!r}, {sizes}, {shift}"
+    runs = f"{type(c).__name__}, skips={world.skips}, {world.threads} threads"
+    return f"{c.encoding!r}, {sizes}, {shift}, {runs}"
 
 
 def _draw_world(rng: random.Random, seed: int) -> World:
@@ -90,18 +108,33 @@ def _draw_world(rng: random.Random, seed: int) -> World:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         shift = KVShift(WIDTH, kv_heads).to(dtype) if rng.random() < 0.35 else None
-    cache = StreamingCache(
-        encoding,
-        window=window,
-        sinks=rng.choice((0, 0, 1, 3)) if window else 0,
-        rollback=rng.choice((0, 2, 5, 128)),
-        capacity=rng.choice((None, None, 50)),
-        shift=shift,
-        key_norm=RMSNorm(width, 1e-5).to(dtype) if rng.random() < 0.2 else None,
-        norm_after=None if _sets_norms(encoding) else _draw_norms(rng, seed, width, dtype),
+    settings: dict[str, Any] = {
+        "window": window,
+        "sinks": rng.choice((0, 0, 1, 3)) if window else 0,
+        "shift": shift,
+        "key_norm": RMSNorm(width, 1e-5).to(dtype) if rng.random() < 0.2 else None,
+        "norm_after": None if _sets_norms(encoding) else _draw_norms(rng, seed, width, dtype),
+    }
+    cache: StreamingCache | Static
+    if encoding.coords == 1 and "path" not in repr(encoding) and rng.random() < 0.25:
+        cache = Static(encoding, capacity=rng.choice((40, 200)), **settings)
+    else:
+        kept: dict[str, Any] = {
+            "rollback": rng.choice((0, 2, 5, 128)),
+            "capacity": rng.choice((None, None, 50)),
+        }
+        cache = StreamingCache(encoding, **kept, **settings)
+    world = World(
+        cache,
+        dtype,
+        torch.Generator().manual_seed(seed),
+        [[] for _ in range(batch)],
+        [{} for _ in range(batch)],
+        [0] * batch,
     )
-    generator = torch.Generator().manual_seed(seed)
-    return World(cache, dtype, generator, [[] for _ in range(batch)], [{} for _ in range(batch)], [0] * batch)
+    world.skips = draw_skipping(rng) if rng.random() < 0.4 else None
+    world.threads = rng.choice((1, 1, 1, 2))
+    return world
 
 
 def _sets_norms(encoding: Encoding) -> bool:
@@ -123,10 +156,12 @@ def _draw_norms(rng: random.Random, seed: int, width: int, dtype: torch.dtype) -
 
 def _feed(world: World, rng: random.Random) -> None:
     batch = len(world.sequences)
-    slots = rng.choice((0, 1, 1, 2, 3, 5, 9))
+    static = isinstance(world.cache, Static)
+    slots = rng.choice((static + 0, 1, 1, 2, 3, 5, 9))
     padding = torch.zeros(batch, slots, dtype=torch.bool)
     kind = rng.choice(("none", "none", "left", "right", "anywhere", "anywhere"))
-    if world.cache.sinks and min(map(len, world.sequences)) <= world.cache.sinks and rng.random() < 0.8:
+    early = min(map(len, world.sequences)) <= world.cache.sinks
+    if world.cache.sinks and not static and early and rng.random() < 0.8:
         kind = "none"  # padding is refused before the sinks are there
     for row in padding if kind != "none" else []:
         count = rng.randint(0, slots)
@@ -138,7 +173,9 @@ def _feed(world: World, rng: random.Random) -> None:
     x = stacked.pop("x")
     given = {"padding": padding} if kind != "none" else {}
     silent = rng.random() < 0.1
-    call: Callable[..., Any] = world.cache.append if silent else world.cache.attend
+    call: Callable[..., Any] = world.cache.attend
+    if silent and isinstance(world.cache, StreamingCache):
+        call = world.cache.append
     world.log.append(f"feed {kind} {(~padding).long().tolist()} {where}")
     try:
         got = call(**stacked, x=x, **given, **where)
@@ -180,6 +217,8 @@ def _place(world: World, rng: random.Random, new: list[list[Token]], padding: Te
     """Give the tokens positions and documents; returns what must be passed to say so."""
     slots, coords = padding.shape[1], world.cache.encoding.coords
     kind = rng.choice(("follow", "follow", "follow", "gaps", "documents")) if coords == 1 else "grid"
+    if kind == "documents" and isinstance(world.cache, Static):
+        kind = "gaps"
     places, ids = torch.zeros(len(new), slots, dtype=torch.float64), torch.zeros(len(new), slots).long()
     grid = torch.randint(0, 9, (len(new), slots, coords), generator=world.generator)
     for b, row in enumerate(new):
@@ -238,7 +277,8 @@ def _fork(world: World, rng: random.Random) -> None:
         reach=list(world.reach),
     )
     _feed(other, rng)
-    _crop(other, rng)
+    if isinstance(other.cache, StreamingCache):
+        _crop(other, rng)
     _compare(other)
     world.cache = ours
     world.log.append("back")
@@ -276,7 +316,7 @@ def _save(world: World, rng: random.Random) -> None:
     world.cache = fresh.load_state_dict(saved)
 
 
-def _rebases(cache: StreamingCache) -> bool:
+def _rebases(cache: StreamingCache | Static) -> bool:
     encoding = cache.encoding
     if cache.norm_after is not None:
         return False
@@ -300,6 +340,7 @@ def _rebase(world: World, rng: random.Random) -> None:
 
 OPERATIONS: list[Callable[[World, random.Random], None]] = [_feed, _crop, _fork, _select, _save, _rebase]
 WEIGHTS = [8, 5, 1, 2, 1, 1]
+STATIC = [_feed, _fork, _select]  # of a static cache
 
 
 def _refuse(world: World, error: ValueError, right: bool) -> None:
@@ -339,7 +380,7 @@ def _check_close(world: World, got: Tensor, want: Tensor, b: int) -> None:
     world.outcome.runs += 1
 
 
-def expected(cache: StreamingCache, tokens: list[Token], first: int) -> Tensor:
+def expected(cache: StreamingCache | Static, tokens: list[Token], first: int) -> Tensor:
     """(T, H, Dv) in float64: one document alone, its first token the `first` of its sequence."""
     q, k, v = (torch.stack([getattr(t, name) for t in tokens], 1)[None] for name in "qkv")
     x = torch.stack([t.x for t in tokens])[None]

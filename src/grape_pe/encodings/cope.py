@@ -1,0 +1,70 @@
+"""CoPE: positions that count what the query selects, from gates of the scores (Eq. B2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..bias import LogitFunction, ProductBias
+from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
+from .facts import Facts
+
+
+class CoPE(Encoding):
+    """b(t, j) = <q_t, e[p_tj]>, p_tj = sum for l = j … t of sigmoid(scale <q_t, k_l>); computed by blocks.
+
+    e is interpolated between whole p; it starts at 0 and all heads share it. Gates read q and k before any rotation.
+    For keys after the query p is 0. A cache stores k twice.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        positions: number of embeddings; larger p use the last one.
+    """
+
+    nonpositive = False
+    facts = (
+        Facts(
+            name="cope",
+            about="embeds a gated count of the tokens in between",
+            formula="b(t, j) = ⟨q_t, e[p_{tj}]⟩, p_{tj} = Σ_{l=j}^t σ(⟨q_t, k_l⟩/√D)",
+            group="none: the count adds up along the path, but its embedding is no homomorphism",
+            source="Golovneva et al., 2024, CoPE, arXiv:2405.18719",
+            learned="embeddings",
+        ),
+    )
+
+    def __init__(self, shape: HeadShape, *, positions: int = 64) -> None:
+        super().__init__(shape)
+        if not isinstance(positions, int) or positions < 2:
+            raise ValueError(f"positions of cope must be at least 2, got {positions!r}")
+        self.embedding = own_parameter(positions, shape.head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.embedding)
+
+    def encode(self, tokens: Tokens, state: State) -> Encoded:
+        working = tokens.working
+        values = tokens.q.to(working) @ self.embedding.to(working).mT  # (B, H, T, positions)
+        query, key = {"q": tokens.q, "values": values}, {"k": tokens.k}
+        bias = ProductBias(_tile, query, key, self.shape.head_dim**-0.5, positions=())
+        return Encoded(tokens.q, tokens.k, bias)
+
+
+def _tile(
+    products: LogitFunction, rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]
+) -> Tensor:
+    shift = key["k"].shape[2] - query["q"].shape[2]  # the last query stands at the last key
+    last = max(rows.stop + shift, cols.stop)
+    gate = products(rows, slice(cols.start, last)).sigmoid()
+    token = torch.arange(cols.start, last, device=gate.device)
+    t = torch.arange(rows.start + shift, rows.stop + shift, device=gate.device)
+    gate = gate.masked_fill(token > t.unsqueeze(-1), 0.0)
+    count = gate.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)[..., : cols.stop - cols.start]
+    values = query["values"][:, :, rows]
+    count = count.clamp(max=values.shape[-1] - 1)
+    below = count.detach().floor().clamp(max=values.shape[-1] - 2)
+    low, high = (values.gather(-1, below.long() + i) for i in (0, 1))
+    return low + (count - below).to(values.dtype) * (high - low)
