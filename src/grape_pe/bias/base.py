@@ -93,6 +93,10 @@ class Bias:
         """The same bias in attention with this scale of <q, k>; `attend` asks for it before any `tile`."""
         return self
 
+    def with_gain(self, gain: float) -> Self:
+        """The same bias where `attend` scales <q, k> by 1/gain of what products of this bias's own q and k need."""
+        return self
+
     def logits(self) -> LogitFunction | None:
         """A function of (rows, cols) that returns scale <q, k> + b, if that costs less than b alone; else None.
 

@@ -74,7 +74,8 @@ class TileBias(_Features):
     returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast off.
 
     `scale`: None when the function returns logits, as every other kind of bias does. A number when it
-    returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place.
+    returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place, times `gain`,
+    which a composition sets where another part gave the q and k of `attend` more features than these products have.
     `pairwise`: the number of a pair depends on the features of these two tokens only, not on tokens in between, so a
     cache with sinks may drop those. `positions`: the key features that hold positions, so that a cache can be rebased;
     None where it cannot.
@@ -83,6 +84,7 @@ class TileBias(_Features):
     scale: float | None = None
     pairwise: bool = False
     positions: tuple[str, ...] | None = None
+    gain: float = 1.0
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         tensors = [*self.query.values(), *self.key.values()]
@@ -91,7 +93,10 @@ class TileBias(_Features):
         return tile if self.scale is None else self.scale * tile
 
     def at_scale(self, scale: float) -> TileBias:
-        return self if self.scale is None else replace(self, scale=scale)
+        return self if self.scale is None else replace(self, scale=scale * self.gain)
+
+    def with_gain(self, gain: float) -> TileBias:
+        return replace(self, gain=gain)
 
     def rebased(self, offset: float) -> TileBias:
         if self.positions is None:
