@@ -318,6 +318,13 @@ NUMBERS = {  # beyond keys and values, a token of one sequence, with H heads on 
     "grape-a-phase": lambda heads, kv: 1,
     "grape-ap": lambda heads, kv: 8 * kv,
     "path": lambda heads, kv: (DIM + DIM + 1) * kv,
+    "pope": lambda heads, kv: DIM * kv,
+    "t5": lambda heads, kv: 1,
+    "sandwich": lambda heads, kv: 1,
+    "relative": lambda heads, kv: 1,
+    "fire": lambda heads, kv: 1,
+    "cope": lambda heads, kv: DIM * kv,
+    "dape": lambda heads, kv: DIM * kv + 1,
 }
 
 
