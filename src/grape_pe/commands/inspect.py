@@ -90,7 +90,9 @@ def _spectrum_line(layer: LayerInspection) -> str:
     waves = [wave for row in layer.spectrum.wavelengths for wave in row if wave is not None]
     count = len(layer.spectrum.frequencies[0])
     groups = len(layer.spectrum.frequencies)
-    said = f"[bold]Spectrum[/bold]: {count} planes" + (f" for each of {groups} heads" if groups > 1 else "")
+    turned = sum(any(row) for row in layer.spectrum.frequencies)
+    of_heads = f" for each of {groups} heads" if turned == groups else f" for {turned} of {groups} heads"
+    said = f"[bold]Spectrum[/bold]: {count} planes" + (of_heads if groups > 1 else "")
     if waves:
         said += f", wavelengths {min(waves):,.1f} to {max(waves):,.1f} tokens"
     moved = layer.spectrum.moved
