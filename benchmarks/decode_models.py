@@ -29,7 +29,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from grape_pe.attention.pruning import record_pruning
 from grape_pe.hf import GrapeConfig, GrapeForCausalLM, adapt
-from grape_pe.hf.fade import Faded
+from grape_pe.hf.fade import ZeroInitBias
 
 STOCK = "stock"
 ADAPTED = ("rope", "grape-m", "rope+fox", "rope+grape-a-qk", "rope+grape-ap")
@@ -79,7 +79,7 @@ def adapted(encodings: Sequence[str], layers: int = 30) -> dict[str, Contestant]
     for name in encodings:
         models[name] = adapt(shared_copy(stock), name, train="all").eval()
         for part in models[name].modules():
-            if isinstance(part, Faded):
+            if isinstance(part, ZeroInitBias):
                 part.amplitude.fill_(1.0)
     return {name: Contestant(model) for name, model in models.items()}
 

@@ -120,7 +120,7 @@ def test_extending_keys_is_no_split(kind: str, keys: int, data: st.DataObject, s
     """Cache the first part's keys, extend by the second part: the second part's rows of the whole."""
     split = data.draw(st.integers(1, keys - 1))
     whole = build(kind, keys, keys, seed)
-    early = whole.replaced({name: trace[:, :, :split] for name, trace in whole.traces().items()})
+    early = whole.replaced({name: trace[:, :, :split] for name, trace in whole.key_tensors().items()})
     late = whole.queries(slice(split, keys)).keys(slice(split, keys))
     dense = whole.dense()
     assert dense is not None

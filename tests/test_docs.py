@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 
+import griffe
 import pytest
 import yaml
 
@@ -151,8 +152,42 @@ def test_every_command_is_documented():
         assert f"`grape {name}" in text, f"docs/commands.md does not mention grape {name}"
 
 
+@functools.cache
+def api() -> list[griffe.Object]:
+    """The functions and classes shown by docs/api."""
+    package = griffe.load("grape_pe", search_paths=[ROOT / "src"])
+    lines = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    found = (package[name] for name in re.findall(r"^::: grape_pe\.([\w.]+)$", lines, re.M))
+    return [each.final_target if each.is_alias else each for each in found]
+
+
+def parameters(shown: griffe.Object) -> list[str]:
+    """What the docstring should describe: arguments, or the fields of a dataclass."""
+    if shown.is_class and "dataclass" in shown.labels:
+        own = (each for each in shown.members.values() if not each.is_alias and each.is_attribute)
+        fields = (each for each in own if each.annotation and "property" not in each.labels)
+        return [each.name for each in fields if "ClassVar" not in str(each.annotation)]
+    function = shown.members.get("__init__") if shown.is_class else shown
+    given = function.parameters if isinstance(function, griffe.Function) else ()
+    names = [each.name.lstrip("*") for each in given]
+    return names[1:] if shown.is_class else names
+
+
+def described(shown: griffe.Object) -> set[str]:
+    parts = shown.docstring.parse("google", warnings=False) if shown.docstring else []
+    return {row.name.lstrip("*") for part in parts if part.kind.value == "parameters" for row in part.value}
+
+
+def test_the_reference_describes_every_parameter():
+    assert len(api()) > 120
+    missing = {each.path: sorted({*parameters(each)} - described(each)) for each in api()}
+    missing.pop("grape_pe.lab.tasks.base.Task")  # its other fields are constants of each task's class
+    assert not {path: names for path, names in missing.items() if names}
+
+
 def test_figures_are_drawn_and_used():
-    used = set(re.findall(r"\(assets/([\w-]+\.svg)\)", (DOCS / "idea.md").read_text()))
+    pages = (DOCS / "idea.md").read_text() + (ROOT / "README.md").read_text()
+    used = set(re.findall(r"assets/([\w-]+\.svg)\)", pages))
     assert used == {path.name for path in (DOCS / "assets").glob("*.svg")}
 
 
@@ -204,3 +239,19 @@ def test_built_pages_have_formulas_and_reference(site: Path):
     assert 'id="eq-a7"' in maths and "arithmatex" not in maths
     for page in sorted((site / "api").glob("*.html")):
         assert page.read_text(encoding="utf-8").count('class="doc doc-object') >= 1, page.name
+
+
+@pytest.mark.slow
+def test_search_works_on_pages_opened_as_files(site: Path, tmp_path: Path):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    from browser import open_browser, set_screen
+
+    with open_browser(tmp_path) as window:
+        set_screen(window, 1280, 900, "light")  # a narrow screen hides the field
+        window.get((site / "index.html").as_uri())
+        window.find_element(By.CSS_SELECTOR, ".md-search__input").click()
+        window.find_element(By.CSS_SELECTOR, ".md-search__input").send_keys("sinks")
+        found = ".md-search-result__item"
+        WebDriverWait(window, 30).until(lambda page: page.find_elements(By.CSS_SELECTOR, found))

@@ -222,7 +222,7 @@ def test_caches_users_bring():
         foreign = DynamicCache()
         foreign.layers.append(DynamicLayer())
         foreign.layers[0].update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
-        with pytest.raises(ValueError, match="bias traces"):
+        with pytest.raises(ValueError, match="key-side tensors of the bias"):
             model(ids, past_key_values=foreign)
         with pytest.raises(ValueError, match="max_cache_len"):
             model(ids, past_key_values=StaticCache(model.config, 3))

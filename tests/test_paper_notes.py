@@ -230,7 +230,7 @@ def probes(mode: str, positions: Tensor) -> PathBias:
 
 
 @pytest.mark.parametrize("mode", ["key", "relative", "none"])
-def test_8_a_probe_rotated_on_one_side_feels_the_origin(mode: str) -> None:
+def test_8_a_probe_rotated_on_one_side_depends_on_absolute_positions(mode: str) -> None:
     positions = torch.arange(6, dtype=torch.float64)
     here, there = probes(mode, positions).dense(), probes(mode, positions + 5).dense()
     assert here is not None and there is not None

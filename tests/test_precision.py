@@ -66,7 +66,14 @@ def tensors(code: Encoded) -> dict[str, Tensor]:
     carried = {f"state {i}": s for i, s in enumerate(states) if s is not None}
     bias = code.bias.dense()
     dense = {} if bias is None else {"bias": bias}
-    return {"q": code.q, "k": code.k, **dense, **carried, **code.bias.views(), **code.bias.traces()}
+    return {
+        "q": code.q,
+        "k": code.k,
+        **dense,
+        **carried,
+        **code.bias.query_tensors(),
+        **code.bias.key_tensors(),
+    }
 
 
 def encode(enc: Encoding, dtype: torch.dtype, x_dtype: torch.dtype | None = None) -> dict[str, Tensor]:

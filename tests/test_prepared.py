@@ -49,7 +49,7 @@ def tokens(encoding, batch, count, dtype=torch.float64):
 
 def same(got, want, dtype=torch.float64):
     pairs = [(got.q, want.q), (got.k, want.k)]
-    ours, theirs = ({**code.bias.views(), **code.bias.traces()} for code in (got, want))
+    ours, theirs = ({**code.bias.query_tensors(), **code.bias.key_tensors()} for code in (got, want))
     assert type(got.bias) is type(want.bias) and ours.keys() == theirs.keys()
     for a, b in [*pairs, *((ours[name], theirs[name]) for name in ours)]:
         assert a.dtype == b.dtype

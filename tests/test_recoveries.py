@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import grape_pe as grape
 from grape_pe import groups, testing
 from grape_pe.encodings.additive import alibi_slopes, project
-from grape_pe.encodings.clock import softplus_inverse
+from grape_pe.encodings.gated_cumsum import softplus_inverse
 
 SHAPE = {"heads": 4, "head_dim": 16, "width": 12}
 EXACT = testing.TOL[torch.float64]

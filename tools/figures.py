@@ -1,4 +1,4 @@
-"""The figures of docs/idea.md, drawn from the library itself:
+"""The figures of docs/idea.md, drawn from the library itself, and that of README.md, drawn from stored results:
 
     python tools/figures.py
 
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 import grape_pe as grape
+from grape_pe.lab.config import shipped_evidence
 from grape_pe.lab.report.chart import COLOURS, Chart
+from grape_pe.lab.report.ranking import length_blocks
+from grape_pe.lab.report.reading import read_results
 from grape_pe.testing import Sample, scores
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
@@ -165,6 +168,22 @@ def seen(name: str) -> Chart:
     return chart
 
 
+def lengths() -> Chart:
+    """Loss beyond the training length, from the shipped results of `grape compare small`."""
+    evidence = shipped_evidence("small")
+    assert evidence is not None
+    results = read_results([evidence])
+    tested = results.lengths()
+    chart = Chart(
+        "loss beyond the training length", (0.0, len(tested) - 1.0), (2.0, 3.4), "length", "loss (nats)"
+    )
+    chart.axes(range(len(tested)), [2.0, 2.4, 2.8, 3.2], [results.times(length) for length in tested])
+    for name, colour in zip(("rope", "grape-ap", "alibi", "grape-a-qk", "fox"), COLOURS, strict=False):
+        losses = [length_blocks(results, length).means[name] for length in tested]
+        chart.line(list(range(len(tested))), losses, colour).legend(name, colour, 0.15, 3.3)
+    return chart
+
+
 FIGURES: dict[str, Callable[[], Chart]] = {
     "turning": turning,
     "same-angle": same_angle,
@@ -180,6 +199,7 @@ FIGURES: dict[str, Callable[[], Chart]] = {
     "sees-alibi": lambda: seen("alibi"),
     "sees-grape-ap": lambda: seen("grape-ap"),
     "sees-both": lambda: seen("rope+grape-ap"),
+    "lengths": lengths,
 }
 
 

@@ -57,7 +57,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation `attend` would take, why, and why not the others."""
+    """Which implementation `attend` would take, why, and why not the others.
+
+    Args:
+        impl: the implementation.
+        why: why it was chosen.
+        why_not: for each other implementation, why it was not chosen.
+    """
 
     impl: str
     why: str

@@ -99,7 +99,12 @@ def key_bound(k: Tensor) -> Tensor:
 
 @dataclass
 class PruningReport:
-    """How many tiles the masks left, and how many of those were computed."""
+    """How many tiles the masks left, and how many of those were computed.
+
+    Args:
+        visible: tiles with a visible key.
+        computed: those of them that were computed.
+    """
 
     visible: int = 0
     computed: int = 0

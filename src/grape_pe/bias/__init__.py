@@ -1,4 +1,4 @@
-"""How two tokens' traces make an additive logit: a closed set of frozen dataclasses.
+"""The additive logit b(t, j), from tensors of the query and of the key: a closed set of frozen dataclasses.
 
 Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe features. Every kind
 

@@ -25,17 +25,17 @@ class Bias:
         """The tile of a single query and all its `keys`: (B|1, H|1, 1, keys)."""
         return self.tile(slice(0, 1), slice(0, keys))
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         """Query-side tensors, by name: (B|1, H|1, Tq|1, …)."""
         return {}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         """Key-side tensors to cache, by name: (B|1, H|1, Tk, …)."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Query-side and key-side tensors, by name."""
-        return self.views() | self.traces()
+        return self.query_tensors() | self.key_tensors()
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
         """The same bias with some of its query-side or key-side tensors replaced."""
@@ -48,11 +48,11 @@ class Bias:
     @property
     def query_length(self) -> int | None:
         """Tq, or None when the bias fits any length."""
-        return _length(self.views())
+        return _length(self.query_tensors())
 
     @property
     def key_length(self) -> int | None:
-        return _length(self.traces())
+        return _length(self.key_tensors())
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Raise a ValueError, saying which tensor, unless the bias belongs to attention of that shape."""
@@ -62,22 +62,24 @@ class Bias:
         """Keep the last queries. Any other part would not stand at the last key: make a `tile` of it."""
         length = self.query_length
         check_tail("queries", rows, length)
-        return self.replaced({n: t[:, :, rows] for n, t in self.views().items() if t.shape[2] == length})
+        return self.replaced(
+            {n: t[:, :, rows] for n, t in self.query_tensors().items() if t.shape[2] == length}
+        )
 
     def keys(self, cols: slice) -> Self:
         """Drop the oldest keys. Exact: the key-side tensors of a key do not depend on the keys before it."""
         check_tail("keys", cols, self.key_length)
-        return self.replaced({name: trace[:, :, cols] for name, trace in self.traces().items()})
+        return self.replaced({name: tensor[:, :, cols] for name, tensor in self.key_tensors().items()})
 
     def extend(self, later: Bias) -> Self:
         """This bias's keys followed by those of `later`, seen by the queries of `later`."""
-        ours, theirs = self.traces(), later.traces()
+        ours, theirs = self.key_tensors(), later.key_tensors()
         if type(later) is not type(self) or ours.keys() != theirs.keys():
             raise TypeError(
                 f"a {type(self).__name__} with {list(ours)} can only be extended by its like, "
                 f"got {type(later).__name__} with {list(theirs)}"
             )
-        return later.replaced({name: join(trace, theirs[name]) for name, trace in ours.items()})  # type: ignore[return-value]
+        return later.replaced({name: join(tensor, theirs[name]) for name, tensor in ours.items()})  # type: ignore[return-value]
 
     def rebased(self, offset: float) -> Self:
         """The same bias with all positions smaller by `offset`.
@@ -167,7 +169,7 @@ def wide(rate: Tensor) -> Tensor:
 
 
 def join(first: Tensor, second: Tensor) -> Tensor:
-    """Along tokens; a trace shared by the batch or the heads is expanded when the other is not."""
+    """Along tokens; a tensor shared by the batch or the heads is expanded when the other is not."""
     lead = torch.broadcast_shapes(first.shape[:2], second.shape[:2])
     return torch.cat([t.expand(*lead, *t.shape[2:]) for t in (first, second)], 2)
 

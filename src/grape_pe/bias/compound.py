@@ -40,12 +40,18 @@ class Compound(Bias):
         for part in self.members():
             part.check(batch, heads, queries, keys)
 
-    def views(self) -> dict[str, Tensor]:
-        return {f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.views().items()}
-
-    def traces(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {
-            f"{i}.{name}": x for i, part in enumerate(self.members()) for name, x in part.traces().items()
+            f"{i}.{name}": x
+            for i, part in enumerate(self.members())
+            for name, x in part.query_tensors().items()
+        }
+
+    def key_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": x
+            for i, part in enumerate(self.members())
+            for name, x in part.key_tensors().items()
         }
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:

@@ -24,15 +24,17 @@ LONGEST = 1 << 22
 class DistanceBias(Bias):
     """sum over r of w_r(t) * P_r[n_t - n_j], a table over distances for each head (Eq. D1).
 
-    `position_q` (B|1, 1, Tq) and `position_k` (B|1, 1, Tk) are whole numbers n; only the latter are cached.
-    `table` (1, H|1, 1, R, L) holds P at the distances `first` … `first + L - 1`, which must include 0. `weight`
-    (B|1, H|1, Tq, R) mixes the R tables for each query; without it they are added.
-
-    `beyond` is the value at any other distance, on both sides of the table: the "last" entry on that side,
-    "zero", or "-inf" (such keys are not seen).
-
-    With a `profile` the values are `profile(distances, numbers)` at every distance, and `table` holds those numbers,
-    whatever they are: buckets, exponents. `first` and `beyond` are then without meaning.
+    Args:
+        position_q: (B|1, 1, Tq) whole numbers n.
+        position_k: (B|1, 1, Tk) whole numbers n; only these are cached.
+        table: (1, H|1, 1, R, L), P at the distances `first` … `first + L - 1`, which must include 0. With a
+            `profile`: its numbers, such as buckets or exponents.
+        weight: (B|1, H|1, Tq, R), mixes the R tables for each query; without it they are added.
+        first: the smallest distance in the table.
+        beyond: the value at any other distance, on both sides of the table: the "last" entry on that side,
+            "zero", or "-inf" (such keys are not seen).
+        profile: computes the values at every distance as `profile(distances, numbers)`; `first` and
+            `beyond` are then not used.
     """
 
     position_q: Tensor
@@ -57,11 +59,11 @@ class DistanceBias(Bias):
                 f"but its first is {self.first}"
             )
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         given = {"position_q": self.position_q, "table": self.table}
         return given if self.weight is None else given | {"weight": self.weight}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"position_k": self.position_k}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> DistanceBias:

@@ -36,7 +36,7 @@ class _Features(Bias):
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         super().check(batch, heads, queries, keys)
-        for tensors, tokens in ((self.views(), (1, queries)), (self.traces(), (keys,))):
+        for tensors, tokens in ((self.query_tensors(), (1, queries)), (self.key_tensors(), (keys,))):
             for name, x in tensors.items():
                 check_tensor(name, x, (1, batch), *self._shape(x, heads, tokens))
 
@@ -54,10 +54,10 @@ class _Features(Bias):
                 )
         return tile
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {f"query.{name}": tensor for name, tensor in self.query.items()}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {f"key.{name}": tensor for name, tensor in self.key.items()}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
@@ -73,12 +73,16 @@ class TileBias(_Features):
     `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
     returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast off.
 
-    `scale`: None when the function returns logits, as every other kind of bias does. A number when it
-    returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its place, times `gain`,
-    which a composition sets where another part gave the q and k of `attend` more features than these products have.
-    `pairwise`: the number of a pair depends on the features of these two tokens only, not on tokens in between, so a
-    cache with sinks may drop those. `positions`: the key features that hold positions, so that a cache can be rebased;
-    None where it cannot.
+    Args:
+        scale: None when the function returns logits, as every other kind of bias does. A number when it
+            returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its
+            place.
+        pairwise: the number of a pair depends on the features of these two tokens only, not on tokens in
+            between, so a cache with sinks may drop those.
+        positions: the key features that hold positions, so that a cache can be rebased; None where it
+            cannot.
+        gain: what `attend` multiplies its scale by first; a composition sets it where another part gave q and k
+            more features than these products have.
     """
 
     scale: float | None = None
@@ -134,6 +138,9 @@ class ScoreBias(_Features):
     those tokens by name, each given as a (B|1, H|1, T) tensor, for queries also (B|1, H|1, 1) beside one of T. The
     function must be elementwise torch code that broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles
     it for one pair at a time. Either side needs at least one feature, which tells the number of its tokens.
+
+    Args:
+        function: of (t, j, query, key), as above.
     """
 
     function: ScoreFunction

@@ -29,9 +29,14 @@ LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
 class PathBias(Bias):
     """sum for l = j+1 … t of rate_h * g(<p_t, P_l> / P): the path integral of GRAPE-AP (Eq. P2).
 
-    `probe_q` (B, Hp, Tq, P) and `probe_k` (B, Hp, Tk, P), the latter already rotated, with Hp a
-    divisor of H; `rate` (1, H, 1). The sum runs over tokens, and is empty (zero) for j >= t.
-    `rotation` says which probes are turned by their position (Eq. P3).
+    The sum runs over tokens, and is empty (zero) for j >= t.
+
+    Args:
+        probe_q: (B, Hp, Tq, P), with Hp a divisor of H.
+        probe_k: (B, Hp, Tk, P), already rotated.
+        rate: (1, H, 1).
+        link: g, "logsigmoid" or "bounded".
+        rotation: which probes are rotated by their position (Eq. P3).
     """
 
     probe_q: Tensor
@@ -53,10 +58,10 @@ class PathBias(Bias):
         check_tensor("probe_k", self.probe_k, (1, batch), (probes,), (keys,), (features,))
         check_tensor("rate", self.rate, (1,), (heads,), (1,))
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {"probe_q": self.probe_q, "rate": self.rate}
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"probe_k": self.probe_k}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> PathBias:

@@ -16,10 +16,15 @@ from .compound import Compound
 class SlopeTerm(Bias):
     """(rate_q[t] + rate_k[j]) * (c[j] - c[t]), one term of a `SlopeBias` (Eq. A5).
 
-    `c_q` (B|1, H|1, Tq) and `c_k` (B|1, H|1, Tk) are the same coordinate seen from both sides, in
-    float64 where it grows with the sequence; `rate_q` (B|1, H, Tq|1) and `rate_k` (B|1, H, Tk) may
-    be None for zero. The difference is taken before the product, so nothing cancels at long range.
-    `counts` says what c is: positions, or a running sum that knows nothing of positions.
+    The difference is taken before the product, so nothing cancels at long range.
+
+    Args:
+        c_q: (B|1, H|1, Tq), the coordinate of the queries; in float64 where it grows with the sequence.
+        c_k: (B|1, H|1, Tk), the same coordinate of the keys.
+        rate_q: (B|1, H, Tq|1); None for zero.
+        rate_k: (B|1, H, Tk); None for zero.
+        counts: "positions" if c is a position, "sum" if it is a running sum, which a shift of the positions
+            does not change.
     """
 
     c_q: Tensor
@@ -28,10 +33,10 @@ class SlopeTerm(Bias):
     rate_k: Tensor | None = None
     counts: Literal["positions", "sum"] = "positions"
 
-    def views(self) -> dict[str, Tensor]:
+    def query_tensors(self) -> dict[str, Tensor]:
         return {"c_q": self.c_q} | ({} if self.rate_q is None else {"rate_q": self.rate_q})
 
-    def traces(self) -> dict[str, Tensor]:
+    def key_tensors(self) -> dict[str, Tensor]:
         return {"c_k": self.c_k} | ({} if self.rate_k is None else {"rate_k": self.rate_k})
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
@@ -77,7 +82,11 @@ class SlopeTerm(Bias):
 
 @dataclass(frozen=True, eq=False)
 class SlopeBias(Compound):
-    """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D."""
+    """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D.
+
+    Args:
+        terms: the terms that are added.
+    """
 
     terms: tuple[SlopeTerm, ...]
 

@@ -11,7 +11,11 @@ from .slope import SlopeBias, SlopeTerm, terms_of
 
 @dataclass(frozen=True, eq=False)
 class SumBias(Compound):
-    """Biases of different kinds, added. Made by `+`, which merges what can be merged."""
+    """Biases of different kinds, added. Made by `+`, which merges what can be merged.
+
+    Args:
+        parts: the biases that are added.
+    """
 
     parts: tuple[Bias, ...]
 

@@ -116,5 +116,5 @@ def move_to_end(code: Encoded, counts: Sequence[int]) -> tuple[Tensor, Bias, Ten
     missing = most - torch.tensor(counts, device=device).unsqueeze(-1)
     pick = (torch.arange(most, device=device) - missing).clamp(min=0)
     rows = (torch.arange(count, device=device) + missing).clamp(max=most - 1)
-    views = {n: take(t, pick, 2) for n, t in code.bias.views().items() if t.shape[2] == count}
-    return take(code.q, pick, 2), code.bias.replaced(views), rows
+    moved = {n: take(t, pick, 2) for n, t in code.bias.query_tensors().items() if t.shape[2] == count}
+    return take(code.q, pick, 2), code.bias.replaced(moved), rows

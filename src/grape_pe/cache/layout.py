@@ -30,18 +30,20 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The T tokens of a call, those of each sequence first, then its padding.
+    """Where the T tokens of a call belong: those of each sequence first, then its padding.
 
-    positions: (B|1, T), or (B|1, T, n) for n coordinates; None for 0 … T-1.
-    documents: (B|1, T) integer ids of packed sequences; None if there is one document.
-    starts: (B|1, T), True at the first token of a document; None if none begins here.
-    padding: (B, T), True where there is no token, in the order of the call; None if there is none.
-    order, back: (B, T) indices that pack and unpack; None where tokens already come first.
-    counts: tokens of each sequence, if there is padding (unknown, None, under torch.compile).
-    holes: where the padding of each sequence stood in the call, if there is any.
-    next: the position that follows, for each sequence; None with several coordinates.
-    places: positions of the tokens of each sequence, if they are not those that follow.
-    prepared: what all layers share in a step of a few tokens without gradients; None in other calls.
+    Args:
+        positions: (B|1, T), or (B|1, T, n) for n coordinates; None for 0 … T-1.
+        documents: (B|1, T) integer ids of packed sequences; None if there is one document.
+        starts: (B|1, T), True at the first token of a document; None if none begins here.
+        padding: (B, T), True where there is no token, in the order of the call; None if there is none.
+        order: (B, T) indices that pack; None where tokens already come first.
+        back: (B, T) indices that unpack; None where tokens already come first.
+        counts: tokens of each sequence, if there is padding (unknown, None, under torch.compile).
+        holes: where the padding of each sequence stood in the call, if there is any.
+        next: the position that follows, for each sequence; None with several coordinates.
+        places: positions of the tokens of each sequence, if they are not those that follow.
+        prepared: what all layers share in a step of a few tokens without gradients; None in other calls.
     """
 
     positions: Tensor | None = None
@@ -98,6 +100,17 @@ def arrange(
     A document begins where the id in `documents` changes or, without ids, where `positions` do not
     increase; with `falls=False` that is an error. Values are read (a host sync) only if `positions`,
     `documents` or `padding` are given.
+
+    Args:
+        batch: number of sequences.
+        count: number of new tokens.
+        device: of the tensors.
+        positions: (T,), (B, T) or with a last axis of coordinates; by default those that follow `tail`.
+        documents: (T,) or (B, T) ids of packed sequences.
+        padding: (B, T) bool, True where there is no token.
+        tail: the state of the sequences before these tokens; None at the start.
+        coords: coordinates of a position.
+        falls: positions that do not increase begin a document.
     """
     rows: list[float] = [0] * batch if tail is None else tail.next
     where = None if positions is None else checked(positions, "positions", batch, count, coords, device)

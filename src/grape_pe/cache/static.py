@@ -142,9 +142,9 @@ class StaticCache:
         state, shifted = (None, None) if layout.fresh else self.state
         norms = self.key_norm, self.norm_after
         code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, *norms, state, shifted)
-        traces = {f"bias.{name}": trace for name, trace in code.bias.traces().items()}
+        of_bias = {f"bias.{name}": tensor for name, tensor in code.bias.key_tensors().items()}
         with torch.no_grad():
-            self._write({"k": code.k, "v": v, **traces}, (code.state, shifted), layout, code.bias)
+            self._write({"k": code.k, "v": v, **of_bias}, (code.state, shifted), layout, code.bias)
         if layout.fresh:
             masks = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
             return AttentionInputs(code.q, code.k, v, code.bias, masks)
@@ -152,7 +152,7 @@ class StaticCache:
             raise ValueError(
                 f"a static cache has no gradients: call the model under torch.no_grad(), or {USE}"
             )
-        cached = {name.removeprefix("bias."): self.tokens[name] for name in traces}
+        cached = {name.removeprefix("bias."): self.tokens[name] for name in of_bias}
         bias = code.bias.replaced(cached) if cached else code.bias
         visible = layout.visible(self.capacity, self.window, self.sinks)
         k, v = self.tokens["k"], self.tokens["v"]

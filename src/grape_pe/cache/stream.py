@@ -154,7 +154,7 @@ class StreamingCache(TokenStore):
     def _settle(self, bias: Bias) -> None:
         """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
         cached = self._traces()
-        for name, tensor in bias.replaced(cached).settled(self.states.length).traces().items():
+        for name, tensor in bias.replaced(cached).settled(self.states.length).key_tensors().items():
             if tensor is not cached[name]:
                 cached[name].copy_(tensor)
 
@@ -163,10 +163,12 @@ class StreamingCache(TokenStore):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
         """What the two tables keep. A state that is also a bias tensor is kept once, as the latter."""
         batch, count = v.shape[0], v.shape[2]
-        traces = code.bias.traces()
+        of_bias = code.bias.key_tensors()
         columns = {"k": code.k, "v": v}
-        for name, trace in traces.items():
-            columns[f"bias.{name}"] = trace if len(trace) == batch else trace.expand(batch, *trace.shape[1:])
+        for name, tensor in of_bias.items():
+            columns[f"bias.{name}"] = (
+                tensor if len(tensor) == batch else tensor.expand(batch, *tensor.shape[1:])
+            )
         if layout.documents is not None:
             columns["document"] = layout.documents.expand(batch, count).unsqueeze(1)
         states = {} if shifted is None else {"shift.k": shifted[0], "shift.v": shifted[1]}
@@ -174,8 +176,8 @@ class StreamingCache(TokenStore):
         def named(state: Any) -> Any:
             if not isinstance(state, Tensor):
                 return None if state is None else tuple(named(part) for part in state)
-            for name, trace in traces.items():
-                if trace is state:
+            for name, tensor in of_bias.items():
+                if tensor is state:
                     return f"bias.{name}"
             states[f"state.{len(states)}"] = state.narrow(2, state.shape[2] - count, count)
             return f"state.{len(states) - 1}"
@@ -241,7 +243,7 @@ class StreamingCache(TokenStore):
         if not self.sequences.lengths:
             return self
         cached = self._traces()
-        moved = self._blank().bias.replaced(cached).rebased(offset).traces()
+        moved = self._blank().bias.replaced(cached).rebased(offset).key_tensors()
         keys = self.tokens.view("k")
         keys.copy_(self.encoding.rebase_keys(keys, offset).detach())
         for name, tensor in moved.items():

@@ -19,9 +19,13 @@ OPTIONAL = {"document"}
 class TokenTable:
     """Named tensors along one token axis (the third), written at the end, read as views.
 
-    `capacity` allocates storage once (a static cache); otherwise it doubles when full, so that a write
-    costs O(1) per token on average. `keep_last` bounds what is stored: older tokens are dropped, except the
-    first `keep_first`. Dropping moves data only when the storage is full.
+    A write costs O(1) per token on average, because the storage doubles when it is full.
+    Dropping old tokens moves data only then.
+
+    Args:
+        capacity: allocate storage for this many tokens once (a static cache).
+        keep_last: drop older tokens; None keeps all.
+        keep_first: number of first tokens that are never dropped.
     """
 
     def __init__(self, capacity: int | None = None, keep_last: int | None = None, keep_first: int = 0):

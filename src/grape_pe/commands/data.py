@@ -13,7 +13,7 @@ PREPARE_EXAMPLES = """grape data prepare builtin --tokenizer bpe-2048 --out data
 Killed or out of disk, the same line continues. What it writes does not depend on --workers."""
 SOURCES = (
     "builtin (text of the running Python); text, jsonl or parquet files, directories and globs; "
-    "hf:NAME (a Hugging Face dataset, streamed); fineweb-edu-10B, fineweb-edu-100B"
+    "hf:NAME (a Hugging Face dataset, streamed); fineweb-edu-10B, fineweb-edu-100B, openwebtext"
 )
 
 
@@ -40,7 +40,7 @@ def _add_prepare(kinds: Commands) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of fineweb-edu, gpt2)",
+        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of named sources, gpt2)",
     )
     parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
     parser.add_argument("--config", help="configuration of a Hugging Face dataset")
@@ -48,6 +48,8 @@ def _add_prepare(kinds: Commands) -> None:
     parser.add_argument("--shard-tokens", type=_count, default=10**8, help="tokens a shard (default: 1e8)")
     parser.add_argument("--max-tokens", type=_count, help="stop after so many, such as 1e9")
     parser.add_argument("--validation", type=float, default=0.005, help="share held out (default: 0.005)")
+    parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N",
+                        help="of N machines that share the source's files, this is the I-th, from 1")  # fmt: skip
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
     )
@@ -60,6 +62,14 @@ def _add_adopt(kinds: Commands) -> None:
     parser.add_argument(
         "--tokenizer", default="gpt2", help="that made them: gpt2, bytes or a path (default: gpt2)"
     )
+
+
+def _part(text: str) -> tuple[int, int]:
+    """2/16 as (1, 16)."""
+    number, _, parts = text.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, such as 2/16, got {text}")
+    return int(number) - 1, int(parts)
 
 
 def _count(text: str) -> int:
@@ -76,7 +86,9 @@ def _count(text: str) -> int:
 def _prepare(options: argparse.Namespace) -> int:
     from ..lab.data import default_tokenizer, open_source, prepare
 
-    source = open_source(options.source, field=options.field, config=options.config, split=options.split)
+    source = open_source(
+        options.source, field=options.field, config=options.config, split=options.split, part=options.part
+    )
     prepare(
         source,
         options.out,

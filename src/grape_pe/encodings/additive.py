@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..bias import DistanceBias, SlopeBias, SlopeTerm, TileBias
 from ..precision import working_dtype
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
-from .clock import Clock, Gate, softplus_inverse
 from .distance import over, whole_positions
 from .facts import GRAPE, Facts
+from .gated_cumsum import Gate, GatedCumsum, softplus_inverse
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -68,9 +68,14 @@ class SlopeEncoding(Encoding):
 
 
 class ALiBi(SlopeEncoding):
-    """slope_h * (j - t). With `coords` 2 or 3: `metric` "axis" (a sum of signed offsets) or "radial".
+    """slope_h * (j - t).
 
-    `both=True` is -slope_h |t - j|, for encoders: keys after the query are penalised too (Eq. D7).
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        slopes: one slope for each head, or one for all; ALiBi's slopes by default.
+        coords: coordinates of a position, 1 to 3.
+        metric: with several coordinates, "axis" (a sum of signed offsets) or "radial" (their distance).
+        both: -slope_h |t - j|, for encoders: keys after the query are penalised too (Eq. D7).
     """
 
     facts = (
@@ -135,11 +140,19 @@ def _radial_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Map
 
 
 class GatedSlope(SlopeEncoding):
-    """GRAPE-A: the slope follows the content of the query, the key, or both (Eq. G1).
+    """GRAPE-A: the slope depends on the content of the query, the key, or both (Eq. G1).
 
     rate = slope_h * sum_r softplus(omega_hr) * [softplus(v_hr . q / sqrt(D)) + softplus(u_hr . k / sqrt(D))]
-    with unit u, v. `atoms` r > 1 is the commuting dictionary: each atom has coordinates of its own in
-    the lift, so A_r A_s = 0 and their actions add.
+    with unit u, v.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        query: the query sets the slope.
+        key: the key sets the slope.
+        atoms: number of terms r. More than 1 is the commuting dictionary: each atom has its own coordinates
+            in the lift, so A_r A_s = 0 and their actions add.
+        slopes: one slope for each head; ALiBi's slopes by default.
+        coords: coordinates of a position, 1 to 3.
     """
 
     facts = (
@@ -263,6 +276,11 @@ class ShiftSlope(SlopeEncoding):
     """The (D + 1) lift: a translation of [k; 1] gives the *signed* slope -(j - t) omega <u, k_j> (Eq. A3).
 
     The lift also adds the constant 1 to every score; softmax does not see it and it is left out.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        slopes: one slope for each head; ALiBi's slopes by default.
+        coords: coordinates of a position, 1 to 3.
     """
 
     facts = (
@@ -299,8 +317,13 @@ class ShiftSlope(SlopeEncoding):
 class PhaseSlope(SlopeEncoding):
     """Phase-modulated GRAPE-A: -slope_h * (Phi_t - Phi_j), Phi an inclusive running sum of gates (Eq. A7).
 
-    `gate` "softplus" or "sigmoid" of the input, starting at one step a token, so that it starts as
-    ALiBi; `phase_per_head` for one clock for each head.
+    The gates start at 1, so that it starts as ALiBi.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        gate: "softplus" or "sigmoid" of a linear function of the input.
+        phase_per_head: gates for each head instead of one for all.
+        slopes: one slope for each head; ALiBi's slopes by default.
     """
 
     facts = (
@@ -330,7 +353,7 @@ class PhaseSlope(SlopeEncoding):
         clocks = shape.heads if phase_per_head else 1
         # sigmoid stays below 1; a bias of 64 (divided by 16) starts it at 0.98
         bias = 64.0 if gate == "sigmoid" else softplus_inverse(1.0)
-        self.clock = Clock(shape.width, clocks, gate, bias)
+        self.clock = GatedCumsum(shape.width, clocks, gate, bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -347,7 +370,9 @@ class PhaseSlope(SlopeEncoding):
 class FoX(Encoding):
     """The Forgetting Transformer: sum for l = j+1 … t of log f_l, f = sigmoid(w_h . x + b_h) (Eq. A7).
 
-    `forget_bias` is the initial b_h.
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        forget_bias: initial b_h.
     """
 
     facts = (
@@ -367,7 +392,9 @@ class FoX(Encoding):
     def __init__(self, shape: HeadShape, *, forget_bias: float = 0.0) -> None:
         super().__init__(shape)
         assert shape.width is not None
-        self.clock = Clock(shape.width, shape.heads, "forget", forget_bias, 0.5 / math.sqrt(shape.width))
+        self.clock = GatedCumsum(
+            shape.width, shape.heads, "forget", forget_bias, 0.5 / math.sqrt(shape.width)
+        )
 
     def reset_parameters(self) -> None:
         self.clock.reset_parameters()

@@ -25,7 +25,14 @@ State = Any
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes an encoding is built for."""
+    """The sizes an encoding is built for.
+
+    Args:
+        heads: query heads.
+        head_dim: features of a head.
+        kv_heads: key heads.
+        width: features of the block's input; None if unknown.
+    """
 
     heads: int
     head_dim: int
@@ -51,10 +58,16 @@ class HeadShape:
 
 @dataclass(eq=False, slots=True)
 class Tokens:
-    """New tokens, checked: q (B,H,T,D), k (B,Hkv,T,D), positions (B|1, T, coords) in float64.
+    """New tokens, checked.
 
-    `prepared` has, by encoding, what `Encoding.prepare` made for these tokens. `whole`: positions were given as
-    integers, so that nobody has to look at them.
+    Args:
+        q: (B, H, T, D).
+        k: (B, Hkv, T, D).
+        positions: (B|1, T, coords) in float64.
+        x: (B, T, C), the block's input.
+        v: (B, Hkv, T, Dv).
+        prepared: by encoding, what `Encoding.prepare` made for these tokens.
+        whole: positions were given as integers and need not be checked.
     """
 
     q: Tensor
@@ -77,7 +90,14 @@ class Tokens:
 
 @dataclass(eq=False, slots=True)
 class Encoded:
-    """q and k ready to be scored, the bias to add, and the state for the next tokens."""
+    """q and k ready to be scored, the bias to add, and the state for the next tokens.
+
+    Args:
+        q: encoded queries (B, H, T, D).
+        k: encoded keys (B, Hkv, T, D), to be cached.
+        bias: to be added to the logits.
+        state: to be passed to the next call.
+    """
 
     q: Tensor
     k: Tensor
@@ -126,6 +146,10 @@ class Encoding(FullPrecision, ABC):
     """Base of every encoding. A new one defines `encode`, and `reset_parameters` if it has any.
 
     `forward` checks its inputs once, for all of them; `encode` gets clean `Tokens`.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        coords: coordinates of a position, 1 to 3.
     """
 
     #: replaces the plain product <q, k>; at most one such part in a composition
@@ -210,7 +234,8 @@ class Encoding(FullPrecision, ABC):
         """Encode new tokens. Autocast is off inside: gates, angles and rotations keep their precision.
 
         Args:
-            q: (B, H, T, D) after any QK norm. k: (B, Hkv, T, D).
+            q: (B, H, T, D) after any QK norm.
+            k: (B, Hkv, T, D) after any QK norm.
             x: (B, T, C), the block's input; only contextual encodings read it.
             v: (B, Hkv, T, Dv); only `grape-ap` with probe="v" reads it.
             positions: (T,) or (B, T), integer or real; (T, n) or (B, T, n) with n coordinates.
@@ -312,6 +337,10 @@ class Composite(Encoding):
     """Several encodings at once: at most one transforms q and k, the biases add.
 
     Every part reads the q and k that came in, so gates see them before the rotation.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        parts: the encodings by name.
     """
 
     def __init__(self, shape: HeadShape, parts: dict[str, Encoding]) -> None:

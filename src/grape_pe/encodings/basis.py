@@ -18,9 +18,17 @@ STRING = "Schenck et al., 2025, STRING, arXiv:2502.02562"
 class BasisRotary(Rotary):
     """GRAPE-M in a basis: B R B^T with B orthogonal under any optimizer (Eq. M7-M9, M15, M16).
 
-    Options of grape-m, and `basis`: "orthogonal" (any planes), "unitary" (planes (a_i, J a_i)), "cayley" (any planes
-    but those whose B has an eigenvalue -1), or "circulant" (the planes of the discrete Fourier transform, which are
-    not learned); `basis_per_head` for one learned basis for each key head. A learned basis starts as grape-m exactly.
+    A learned basis starts as grape-m exactly.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        basis: "orthogonal" (any planes), "unitary" (planes (a_i, J a_i)), "cayley" (any planes but those
+            whose B has an eigenvalue -1), or "circulant" (the planes of the discrete Fourier transform,
+            which are not learned).
+        basis_per_head: one learned basis for each key head instead of one for all.
+        learned: learn the frequencies.
+        rotary_dim: as for `PlanesEncoding`.
+        options: those of `Rotary`.
     """
 
     facts = (

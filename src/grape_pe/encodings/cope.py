@@ -15,15 +15,19 @@ from .facts import Facts
 class CoPE(Encoding):
     """b(t, j) = <q_t, e[p_tj]>, p_tj = sum for l = j … t of sigmoid(scale <q_t, k_l>); computed by blocks.
 
-    e is interpolated between whole p and ends at `positions` - 1, the last embedding; it starts at 0 and all heads
-    share it. Gates read q and k before any rotation. For keys after the query p is 0. A cache keeps k twice.
+    e is interpolated between whole p; it starts at 0 and all heads share it. Gates read q and k before any rotation.
+    For keys after the query p is 0. A cache stores k twice.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        positions: number of embeddings; larger p use the last one.
     """
 
     nonpositive = False
     facts = (
         Facts(
             name="cope",
-            about="adds the query's product with an embedding of a gated count of the tokens in between",
+            about="embeds a gated count of the tokens in between",
             formula="b(t, j) = ⟨q_t, e[p_{tj}]⟩, p_{tj} = Σ_{l=j}^t σ(⟨q_t, k_l⟩/√D)",
             group="none: the count adds up along the path, but its embedding is no homomorphism",
             source="Golovneva et al., 2024, CoPE, arXiv:2405.18719",

@@ -21,16 +21,21 @@ from .kerple import Kerple
 class DAPE(Encoding):
     """b = B + f(scale <q, k>, B), B the bias of `kerple-log` or `-power`, f over all heads; computed by blocks.
 
-    f is a network of one hidden layer of `hidden` units, LeakyReLU, from the scores and biases of all heads to a
-    number for each; its last constants are left out, because softmax ignores them. It reads scores before any
-    rotation. A cache keeps k twice.
+    f is a network of one hidden layer, LeakyReLU, from the scores and biases of all heads to a number for each; its
+    last constants are left out, because softmax ignores them. It reads scores before any rotation.
+    A cache stores k twice.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        kernel: "log" or "power".
+        hidden: units of the network.
     """
 
     nonpositive = False
     facts = (
         Facts(
             name="dape",
-            about="adds a bias that a network over all heads makes of their scores and kernels",
+            about="adds a network's function of all heads' scores",
             formula="b(t, j) = B(t, j) + f(⟨q_t, k_j⟩/√D, B(t, j)), B as `kerple-log`, f over the heads",
             group="none: a network of scores and of a kernel of the distance",
             source="Zheng et al., 2024, DAPE, arXiv:2405.14722",

@@ -21,15 +21,19 @@ class FIRE(Encoding):
     """b(t, j) = f_h(psi(|n_t - n_j|) / psi(max(L, n_t))), psi(x) = log(1 + c x); computed by blocks.
 
     f is a network of one hidden layer, shared by the heads up to its last weights; its last constants are left out,
-    because softmax ignores them. c and L are learned. Options: `hidden`, the units of the network; `length`, the
-    initial L, and so the length up to which all queries divide by the same number.
+    because softmax ignores them. c and L are learned.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        hidden: units of the network.
+        length: initial L, the length up to which all queries divide by the same number.
     """
 
     nonpositive = False
     facts = (
         Facts(
             name="fire",
-            about="adds a learned function of the distance relative to the context so far",
+            about="adds a learned function of the relative distance",
             formula="b(t, j) = f_h(log(1 + c |t − j|) / log(1 + c max(L, t)))",
             group="none: a function of the distance and, beyond L, of the query's position",
             source="Li et al., 2024, FIRE, arXiv:2310.04418",

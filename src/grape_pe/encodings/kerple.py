@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..bias.distance import Profile
 from .base import HeadShape, Tokens, own_parameter
-from .clock import softplus_inverse
 from .distance import ProfileEncoding, over
 from .facts import Facts
+from .gated_cumsum import softplus_inverse
 
 KERPLE = "Chi et al., 2022, KERPLE, arXiv:2205.09921"
 
@@ -35,6 +35,10 @@ class Kerple(ProfileEncoding):
 
     For log both are softplus, at first between 0.05 and 2 (r1) and 0.05 and 1 (r2). For power r1 is a softplus, at
     first between 0.05 and 1, and r2 is 2 sigmoid, between 0 and 2 and at first between 0.5 and 1.5.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        kernel: "log" or "power".
     """
 
     facts = (

@@ -14,10 +14,15 @@ from .rotary import RotationEncoding
 
 
 class LieRE(RotationEncoding):
-    """exp(sum_a n_a (W_a - W_a^T)) by `matrix_exp`: O(D^3) a token. A baseline, slow by nature.
+    """exp(sum_a n_a (W_a - W_a^T)) by `matrix_exp`: O(D^3) for each token. A slow baseline.
 
-    `per_head` for generators of each key head; `coords` 1-3. With one coordinate the relative law
-    is exact up to the accuracy of matrix_exp; with more the generators do not commute.
+    With one coordinate the relative law is exact up to the accuracy of matrix_exp; with more the generators do not
+    commute.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        per_head: generators for each key head instead of one set for all.
+        coords: coordinates of a position, 1 to 3.
     """
 
     facts = (

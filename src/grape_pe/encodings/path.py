@@ -2,8 +2,8 @@
 
     logit(t, j) = scale * k_j^T H_{j+1} … H_t q_t,      H_s = I - beta_s w_s w_s^T
 
-It is no rotation (Eq. S7) and no function of two traces, so it is given as a `TileBias` that is the whole
-score, and the encoded queries are zero. It is computed exactly in O(T^2 D), by chunks of tokens.
+It is not a rotation (Eq. S7), and the tokens between key and query matter, so it is given as a `TileBias` that is
+the whole score; the encoded queries are zero. It is computed exactly in O(T^2 D), by chunks of tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ SMALL, LARGE = 32, 128
 class PaTH(Encoding):
     """Directions w and strengths beta = 2 sigmoid(.) from the input, for each key head.
 
-    `rank` of the direction's projection, `conv` the width of the short causal convolution on it, which a
-    SiLU follows (0 for neither).
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        rank: of the direction's projection.
+        conv: width of the short causal convolution on it, followed by a SiLU; 0 for neither.
     """
 
     facts = (

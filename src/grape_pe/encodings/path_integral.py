@@ -24,11 +24,16 @@ RMS_EPS = 1e-5
 class PathIntegral(SlopeEncoding):
     """sum for l = j+1 … t of slope_h * g(<p_t, R_l p_l> / P), with p a small probe of each token.
 
-    Options: `probe` "linear" (of x, `probe_dim` features a key head), or "q", "k", "v" to read it off
-    those; `probe_rotation` "key" (the paper: only p_l turns, so the bias depends on where the path
-    lies), "relative" (both turn: shift-invariant) or "none"; `link` "logsigmoid" or "bounded";
-    `normalize_query=True` also brings p_t to unit RMS, as the paper's text has it: an edge is then g of a cosine,
-    between -1.31 and -0.31. By default, as in the authors' code, only p_l is normalised; `slopes`.
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        probe: "linear" (a linear function of x), or "q", "k" or "v" to use those.
+        probe_dim: P, features of a linear probe for each key head.
+        probe_rotation: "key" (the paper: only p_l is rotated, so the bias depends on absolute positions),
+            "relative" (both are rotated: shift-invariant) or "none".
+        link: g, "logsigmoid" or "bounded".
+        normalize_query: also bring p_t to unit RMS, as in the paper's text: an edge is then g of a cosine,
+            between -1.31 and -0.31. By default only p_l is normalised, as in the authors' code.
+        slopes: one slope for each head; ALiBi's slopes by default.
     """
 
     facts = (

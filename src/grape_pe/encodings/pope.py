@@ -20,9 +20,13 @@ from .frequencies import Frequencies
 class PoPE(Encoding):
     """score = sum_i softplus(q_i) softplus(k_i) cos((t - j) theta_i - delta_i) / sqrt(D), D frequencies for D features.
 
-    Encoded queries and keys have 2D features, so a cache keeps twice the keys. Queries have a factor sqrt(2), with
-    which the default scale of `attend`, 1/sqrt(2D), becomes 1/sqrt(D); a scale of your own is to be divided by it.
-    `base` of the frequencies; delta, of each key head, is learned from 0 and not clamped, because a phase is periodic.
+    Encoded queries and keys have 2D features, so a cache stores twice the keys. Queries have a factor sqrt(2), with
+    which the default scale of `attend`, 1/sqrt(2D), becomes 1/sqrt(D); divide a scale of your own by it. delta, of each
+    key head, is learned from 0 and not clamped, because a phase is periodic.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        base: of the frequencies.
     """
 
     transforms = True

@@ -105,6 +105,7 @@ def register(name: str, cls: type[Encoding], **preset: Any) -> None:
     Args:
         name: without "+", "@", "," and brackets, which join and set encodings.
         preset: options of the class that the name fixes.
+        cls: a subclass of `Encoding`.
     """
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise TypeError(f"register expects a subclass of grape_pe.Encoding, got {cls!r}")
@@ -158,10 +159,12 @@ def build(
 
     Args:
         name: one of `names()`, or several joined by "+", such as "grape-m+grape-ap".
-        heads: query heads. head_dim: features of a head. kv_heads: key heads, if fewer.
+        heads: query heads.
+        head_dim: features of a head.
         width: the model's hidden size; needed by encodings that read the block's input.
-        options: of the encoding. In a composition an option goes to every part that has it, or to
-            one of them as `**{"grape-ap": {"probe_dim": 16}}`.
+        kv_heads: key heads, if fewer; must divide `heads`.
+        options: of the encoding. In a composition an option goes to every part that has it, or to one of
+            them as `**{"grape-ap": {"probe_dim": 16}}`.
     """
     shape = HeadShape(heads, head_dim, heads if kv_heads is None else kv_heads, width)
     parts = name.split("+") if isinstance(name, str) else [name]

@@ -15,9 +15,14 @@ from .facts import Facts
 class Relative(Encoding):
     """b(t, j) = sum over r of w_r(t) P_hr[t - j], with w(t) = W_h q_t / sqrt(D).
 
-    Options: `tables` r; `reach`, the number of distances 0 … reach - 1 that have an entry; `beyond` them "zero",
-    the "last" entry, or "-inf"; `both=True` for as many entries on the other side (an encoder).
     P starts as N(0, 0.02), W as N(0, 1).
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        tables: number of tables r for each head.
+        reach: the distances 0 … reach - 1 have an entry.
+        beyond: the bias at other distances: "zero", the "last" entry, or "-inf".
+        both: as many entries for keys after the query, for encoders.
     """
 
     nonpositive = False

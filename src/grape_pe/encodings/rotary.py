@@ -23,9 +23,9 @@ from ..groups import (
 from ..groups.rotation import Layout, angle_tables, turn_halves
 from ..precision import exact_dtype, ignores_autocast
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
-from .clock import Clock, Gate, softplus_inverse
 from .facts import GRAPE, Facts
 from .frequencies import Axes, Frequencies, Spectrum, log_uniform
+from .gated_cumsum import Gate, GatedCumsum, softplus_inverse
 from .scaling import read_scaling
 
 
@@ -86,11 +86,14 @@ class RotationEncoding(Encoding):
 
 
 class PlanesEncoding(RotationEncoding):
-    """Turns of coordinate planes, of which some features and heads may be left out.
+    """Rotate coordinate planes, all of them or those of some features and heads.
 
-    Options: `layout` of the planes, "half" as in Hugging Face's Llama or "interleaved"; `rotary_dim`, the number of
-    first features that are turned; `rotary_heads`, the number of first key heads that are turned, with their
-    queries. All features and heads by default.
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        coords: coordinates of a position, 1 to 3.
+        layout: of the planes, "half" as in Hugging Face's Llama or "interleaved".
+        rotary_dim: number of first features that are rotated; all by default.
+        rotary_heads: number of first key heads that are rotated, with their queries; all by default.
     """
 
     def __init__(
@@ -124,12 +127,19 @@ class PlanesEncoding(RotationEncoding):
 
 
 class Rotary(PlanesEncoding):
-    """Coordinate planes turned at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
+    """Rotate coordinate planes at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
 
-    Options: `layout`, `rotary_dim`, `rotary_heads` (see `PlanesEncoding`); `base` and `spectrum` of the initial
-    frequencies; `learned`; `per_head` frequencies (of key heads); `scaling` of the spectrum for a longer context
-    (see `Scaling`); `coords` 1-3, with `axes` "disjoint" (each plane follows one axis, each axis has a spectrum of
-    its own) or "mixed", or with `sections`: how many planes of one spectrum follow each axis (M-RoPE, Eq. M13).
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        base: of the initial frequencies, base^(-2i/D).
+        spectrum: "log-uniform", or one initial frequency for each plane.
+        learned: learn the frequencies.
+        per_head: frequencies for each key head instead of one set for all.
+        scaling: of the spectrum for a longer context (see `Scaling`).
+        coords: coordinates of a position, 1 to 3.
+        axes: "disjoint" (each plane follows one axis, each axis has its own spectrum) or "mixed".
+        sections: how many planes of one spectrum follow each axis (M-RoPE, Eq. M13).
+        planes: `layout`, `rotary_dim` and `rotary_heads` of `PlanesEncoding`.
     """
 
     facts: ClassVar[Sequence[Facts]] = (
@@ -232,9 +242,15 @@ class Rotary(PlanesEncoding):
 class ContextualRotary(PlanesEncoding):
     """GRAPE-M with a contextual phase: angle = Phi_t theta_i, Phi_t the sum of gates before t (Eq. M10).
 
-    Options: `gate` "sigmoid" (the experiments) or "softplus"; `phase_per_head` for one phase for each key head
-    instead of one for all; `phase_per_plane` for one phase for each plane, as in Selective RoPE (Eq. M14); `base`,
-    `spectrum`, `learned`, `layout`, `rotary_dim`, `rotary_heads` as for grape-m.
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        gate: the gate of a token, "sigmoid" as in the paper's experiments or "softplus".
+        phase_per_head: one phase for each key head instead of one for all.
+        phase_per_plane: one phase for each plane, as in Selective RoPE (Eq. M14).
+        base: as for `Rotary`.
+        spectrum: as for `Rotary`.
+        learned: learn the frequencies.
+        planes: `layout`, `rotary_dim` and `rotary_heads` of `PlanesEncoding`.
     """
 
     facts = (
@@ -271,7 +287,9 @@ class ContextualRotary(PlanesEncoding):
             self.rotary_heads if phase_per_head else 1,
             max(count, 1) if phase_per_plane else 1,
         )
-        self.clock = Clock(shape.width, self.clocks[0] * self.clocks[1], gate, bias=softplus_inverse(1e-3))
+        self.clock = GatedCumsum(
+            shape.width, self.clocks[0] * self.clocks[1], gate, bias=softplus_inverse(1e-3)
+        )
         self.frequencies = Frequencies(count, base=base, spectrum=spectrum, learned=learned)
 
     def reset_parameters(self) -> None:
@@ -290,10 +308,15 @@ class ContextualRotary(PlanesEncoding):
 
 
 class PlaneRotary(RotationEncoding):
-    """One learned plane a key head: exp(-n omega L(a, b)) by Rodrigues' formula, O(D) (Eq. R3-R5).
+    """One learned plane for each key head: exp(-n omega L(a, b)) by Rodrigues' formula, O(D) (Eq. R3-R5).
 
-    `tied=True` sets b = J a. `frequency` is the initial omega; it is learned as grape-m's are.
     a and b start orthonormal; with a = e_1, b = e_2 this is one plane of RoPE.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        tied: set b = J a.
+        frequency: initial omega; it is learned as the frequencies of grape-m are.
+        layout: of the coordinate planes that J rotates.
     """
 
     facts = (
@@ -341,9 +364,15 @@ class PlaneRotary(RotationEncoding):
 class MixtureRotary(RotationEncoding):
     """GRAPE-M with planes that overlap and do not commute, inside a rank-r subspace (Eq. N1-N5).
 
-    `rank` r (even), `per_head` for a mixture for each key head, `base` of the initial spectrum.
-    With `coords` > 1 the generators of different axes do not commute either and the relative law
-    is lost; with one coordinate it is exact.
+    The relative law is exact with one coordinate. With more it is lost, because the generators of different axes do not
+    commute either.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        rank: r, even.
+        per_head: a mixture for each key head instead of one for all.
+        base: of the initial spectrum.
+        coords: coordinates of a position, 1 to 3.
     """
 
     facts = (
@@ -439,6 +468,11 @@ def convert_layout(weight: Tensor, head_dim: int, *, to: Layout) -> Tensor:
     """Reorder the rows of a q or k projection (heads * head_dim, …) for the other plane layout.
 
     The converted weights with the converted layout give the same scores, bit for bit.
+
+    Args:
+        weight: (heads * head_dim, …).
+        head_dim: features of a head.
+        to: the layout to convert to, "half" or "interleaved".
     """
     check_layout(to)
     if head_dim % 2:

@@ -31,8 +31,13 @@ def t5_bucket(distance: Tensor, buckets: int, max_distance: int, both: bool) -> 
 class T5(Encoding):
     """b(t, j) = table[h, bucket(t - j)], learned, starting as N(0, 0.02).
 
-    Options: `buckets`; `max_distance`, beyond which all distances share the last bucket; `both=True` gives keys
-    after the query buckets of their own (an encoder). T5 itself does not scale <q, k>: pass scale=1 to repeat it.
+    T5 itself does not scale <q, k>: pass scale=1 to `attend` to repeat it.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        buckets: number of buckets.
+        max_distance: all larger distances share the last bucket.
+        both: keys after the query have buckets of their own, for encoders.
     """
 
     nonpositive = False

@@ -14,8 +14,11 @@ from .facts import Facts
 class LogN(Encoding):
     """Scores <q, k> are multiplied by max(1, log(n + 1) / log(length)), n the query's position.
 
-    `length` is the context of training: up to it nothing changes. It composes with every other encoding (with one
-    coordinate); biases and their gates are not multiplied.
+    It composes with every other encoding (with one coordinate); biases and their gates are not multiplied.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        length: the context of training; up to it nothing changes.
     """
 
     sets_norms = True

@@ -21,14 +21,20 @@ RANGE = 0.45
 
 
 class XPos(RotationEncoding):
-    """<q, k> of plane i is turned by (j - t) theta_i and multiplied by zeta_i^((t - j) / scale_base), for j <= t.
+    """<q, k> of plane i is rotated by (j - t) theta_i and multiplied by zeta_i^((t - j) / scale_base), for j <= t.
 
     Queries are multiplied by zeta^(t - c) and keys by zeta^(c - j); c, the middle of the first call, is carried as
     the state. Both factors are exact to rounding, but their exponents must fit the dtype: positions more than
-    `reach(dtype)` from c are refused. Over a cache, `StreamingCache.rebase` moves them back, at any length.
+    `reach(dtype)` from c are refused. In a cache `StreamingCache.rebase` moves them back, at any length.
 
-    Options: `scale_base`, and `gamma` in zeta_i = (2i/D + gamma) / (1 + gamma); `base`, `layout` as for rope.
-    For causal attention: keys after the query would grow with the distance.
+    Use it for causal attention: the product with keys after the query would grow with the distance.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        scale_base: in the exponent.
+        gamma: in zeta_i = (2i/D + gamma) / (1 + gamma).
+        base: as for `Rotary`.
+        layout: as for `PlanesEncoding`.
     """
 
     sets_norms = True

@@ -19,7 +19,12 @@ from .rotation import batch_first, matrix_exp
 
 
 def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of overlapping rank-2 terms: (..., K, r), (..., K, r) -> (..., r, r) in so(r) (Eq. N1)."""
+    """Sum of overlapping rank-2 terms: (..., K, r), (..., K, r) -> (..., r, r) in so(r) (Eq. N1).
+
+    Args:
+        a: (..., K, r).
+        b: (..., K, r).
+    """
     return rank2_generator(a, b).sum(-3)
 
 
@@ -28,6 +33,9 @@ def orthonormal_columns(weight: Tensor) -> Tensor:
 
     Formed in float64 by Householder's QR, so the columns stay orthonormal however badly conditioned
     W becomes (the Cholesky factor of W^T W would square its condition number).
+
+    Args:
+        weight: W, (..., D, r).
     """
     q, r = torch.linalg.qr(weight.to(exact_dtype(weight.device)))
     return torch.where(r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -q, q)
@@ -154,7 +162,13 @@ def skew_exp_apply(y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MixtureRotation:
-    """exp(n E L_r E^T): `frame` E (..., D, r), `skew` L_r (..., r, r) in float64, `n` (..., T)."""
+    """exp(n E L_r E^T).
+
+    Args:
+        frame: E, (..., D, r).
+        skew: L_r, (..., r, r) in float64.
+        n: (..., T).
+    """
 
     frame: Tensor
     skew: Tensor
@@ -188,8 +202,13 @@ class MixtureRotation:
 class JointMixtureRotation:
     """exp(E (sum over axes of n_a L_a) E^T): n-dimensional positions, generators need not commute.
 
-    `skew` is (..., axes, r, r), `n` (..., T, axes). One small exponential a token. When the
-    generators do not commute this is no group homomorphism: the relative law fails (Eq. N5).
+    It computes one small exponential for each token. When the generators do not commute this is no group
+    homomorphism: the relative law fails (Eq. N5).
+
+    Args:
+        frame: E, (..., D, r).
+        skew: (..., axes, r, r) in float64.
+        n: (..., T, axes).
     """
 
     frame: Tensor

@@ -18,19 +18,35 @@ _SERIES = 1e-2  # below this z^2 the five-term series are exact to float64
 
 
 def rank2_generator(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix L(a, b) = a b^T - b a^T (Eq. R1). exp(theta L(e1, e2)) turns by *minus* theta."""
+    """The matrix L(a, b) = a b^T - b a^T (Eq. R1). exp(theta L(e1, e2)) turns by *minus* theta.
+
+    Args:
+        a: (..., D).
+        b: (..., D).
+    """
     outer = a.unsqueeze(-1) * b.unsqueeze(-2)
     return outer - outer.transpose(-1, -2)
 
 
 def quarter_turn(x: Tensor, layout: Layout = "half") -> Tensor:
-    """J x: every coordinate plane turned by +90 degrees. An odd last coordinate goes to zero."""
+    """J x: every coordinate plane turned by +90 degrees. An odd last coordinate goes to zero.
+
+    Args:
+        x: (..., D).
+        layout: which coordinates form a plane.
+    """
     x1, x2 = split_planes(x, layout)
     return join_planes(-x2, x1, x.shape[-1], layout)
 
 
 def complex_structure(width: int, layout: Layout = "half", dtype: torch.dtype = torch.float32) -> Tensor:
-    """J as a matrix: J^T = -J, J^2 = -I (on the first 2 * (D // 2) coordinates)."""
+    """J as a matrix: J^T = -J, J^2 = -I (on the first 2 * (D // 2) coordinates).
+
+    Args:
+        width: D.
+        layout: which coordinates form a plane.
+        dtype: of the result.
+    """
     return quarter_turn(torch.eye(width, dtype=dtype), layout).T
 
 
@@ -52,7 +68,13 @@ def versine_of_square(u: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rank2Rotation:
-    """exp(eta L(a, b)). `a`, `b` are (..., D); `eta` (...) is a scalar for each of them."""
+    """exp(eta L(a, b)).
+
+    Args:
+        a: (..., D).
+        b: (..., D).
+        eta: (...), one number for each pair.
+    """
 
     a: Tensor
     b: Tensor

@@ -25,6 +25,10 @@ def reduce_angle(angle: Tensor, dtype: torch.dtype) -> Tensor:
     """Bring an angle formed in float64 into [-pi, pi], and only then round it to `dtype`.
 
     At position 2^20 an angle formed in float32 is wrong by up to 0.03 rad; this one is not (Eq. M4).
+
+    Args:
+        angle: in float64.
+        dtype: of the result.
     """
     working = torch.float64 if dtype == torch.float64 else torch.float32
     return (torch.remainder(angle + math.pi, TURN) - math.pi).to(working)
@@ -143,7 +147,14 @@ def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PlaneRotation:
-    """An element of the torus: one angle a plane, (..., m). Commutes with every other."""
+    """An element of the torus: one angle for each plane. Commutes with every other.
+
+    Args:
+        angle: (..., m).
+        cos: of the angle.
+        sin: of the angle.
+        layout: which coordinates form a plane, "half" or "interleaved".
+    """
 
     angle: Tensor
     cos: Tensor
@@ -244,7 +255,12 @@ class PartialRotation:
 
 @dataclass(frozen=True, eq=False)
 class BasisRotation:
-    """B R(angle) B^T with B orthogonal (..., D, D): the same torus in learned planes (Eq. M7)."""
+    """B R(angle) B^T with B orthogonal: the same torus in learned planes (Eq. M7).
+
+    Args:
+        basis: B, (..., D, D).
+        planes: R(angle).
+    """
 
     basis: Tensor
     planes: PlaneRotation | PartialRotation
@@ -295,6 +311,9 @@ def matrix_exp(generator: Tensor) -> Tensor:
 
     torch has a wrong coefficient on the path that only a batch of one takes (pytorch#196592): 2e-10 off
     in float64, 2e-5 in float32. A batch of two takes another. It also fails on some strides.
+
+    Args:
+        generator: (..., D, D).
     """
     generator = generator.contiguous()
     if generator.shape[:-2].numel() != 1:
@@ -306,6 +325,9 @@ def orthogonal_from(weight: Tensor) -> Tensor:
     """exp(W - W^T) in SO(D) for any square W: orthogonal whatever an optimizer does to W (Eq. M8).
 
     Zero gives the identity, so a model starts as plain RoPE. Formed in float64.
+
+    Args:
+        weight: W, (..., D, D).
     """
     exact = weight.to(exact_dtype(weight.device))
     return matrix_exp(exact - exact.transpose(-1, -2))
@@ -331,9 +353,13 @@ def fourier_basis(width: int, layout: Layout, device: torch.device) -> Tensor:
 def unitary_from(weight: Tensor, layout: Layout = "half") -> Tensor:
     """A basis whose planes are (a_i, J a_i): a unitary m x m matrix, written as a real D x D one.
 
-    `weight` is (..., 2, m, m): its skew part is the real, its symmetric part the imaginary piece of
-    a skew-Hermitian matrix. Orthogonality of the a_i alone would not do: they must also be
-    orthogonal to every J a_j, which is what unitary means (Eq. M9).
+    Orthogonality of the a_i alone would not do: they must also be orthogonal to every J a_j, which is what
+    unitary means (Eq. M9).
+
+    Args:
+        weight: (..., 2, m, m): its skew part is the real, its symmetric part the imaginary piece of a
+            skew-Hermitian matrix.
+        layout: which coordinates form a plane.
     """
     exact = weight.to(exact_dtype(weight.device))
     real, imag = exact.unbind(-3)
@@ -351,7 +377,11 @@ def unitary_from(weight: Tensor, layout: Layout = "half") -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DenseRotation:
-    """A rotation given as its matrix (..., D, D): LieRE. The slow way, kept as a baseline."""
+    """A rotation given as its matrix: LieRE. A slow baseline.
+
+    Args:
+        matrix: (..., D, D).
+    """
 
     matrix: Tensor
 

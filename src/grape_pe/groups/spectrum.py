@@ -14,7 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Eigenvalues (..., D), complex; singular values (..., D), largest first."""
+    """Eigenvalues and singular values of a matrix.
+
+    Args:
+        eigenvalues: (..., D), complex.
+        singular_values: (..., D), largest first.
+    """
 
     eigenvalues: Tensor
     singular_values: Tensor
@@ -33,7 +38,12 @@ class Spectrum:
 
 
 def of_planes(angle: Tensor, width: int) -> Spectrum:
-    """A rotation by angle_i in plane i (canonical or learned basis): e^(+-i angle), rest 1 (Eq. S2)."""
+    """A rotation by angle_i in plane i (canonical or learned basis): e^(+-i angle), rest 1 (Eq. S2).
+
+    Args:
+        angle: (..., m).
+        width: D.
+    """
     phase = torch.polar(torch.ones_like(angle), angle)
     pairs = torch.cat([phase, phase.conj()], -1)
     rest = torch.ones(*angle.shape[:-1], width - pairs.shape[-1], dtype=pairs.dtype, device=angle.device)
@@ -41,7 +51,13 @@ def of_planes(angle: Tensor, width: int) -> Spectrum:
 
 
 def of_rank2(a: Tensor, b: Tensor, eta: Tensor) -> Spectrum:
-    """exp(eta L(a, b)): e^(+-i eta s) and ones, s the area spanned by a and b (Eq. S1)."""
+    """exp(eta L(a, b)): e^(+-i eta s) and ones, s the area spanned by a and b (Eq. S1).
+
+    Args:
+        a: (..., D).
+        b: (..., D).
+        eta: (...).
+    """
     return of_planes((eta * area(a, b)).unsqueeze(-1), a.shape[-1])
 
 
@@ -55,7 +71,13 @@ def area(a: Tensor, b: Tensor) -> Tensor:
 
 
 def of_mixture(skew: Tensor, n: Tensor, width: int) -> Spectrum:
-    """exp(n E L_r E^T): the modes of L_r, and ones for the rest of the space (Eq. S3)."""
+    """exp(n E L_r E^T): the modes of L_r, and ones for the rest of the space (Eq. S3).
+
+    Args:
+        skew: L_r, (..., r, r).
+        n: (...).
+        width: D.
+    """
     mu = torch.linalg.eigvalsh(1j * skew)
     modes = torch.exp(-1j * n.unsqueeze(-1) * mu)
     rest = torch.ones(*modes.shape[:-1], width - modes.shape[-1], dtype=modes.dtype, device=modes.device)
@@ -64,7 +86,11 @@ def of_mixture(skew: Tensor, n: Tensor, width: int) -> Spectrum:
 
 
 def singular_pair(s: Tensor) -> tuple[Tensor, Tensor]:
-    """The two singular values of I + s e_p e_q^T that are not 1; their product is 1 (Eq. S4)."""
+    """The two singular values of I + s e_p e_q^T that are not 1; their product is 1 (Eq. S4).
+
+    Args:
+        s: any shape.
+    """
     half = s.abs() / 2
     larger = half + torch.sqrt(1 + half.square())
     return larger, 1 / larger
@@ -74,6 +100,10 @@ def of_nilpotent(generator: Tensor, s: Tensor) -> Spectrum:
     """I + s A for any A with A^2 = 0: every singular value of A gives one pair (Eq. S5).
 
     Covers the shift and slope lifts, dictionaries, path products and (with a rotation) the joint action.
+
+    Args:
+        generator: A, (..., D, D).
+        s: (...).
     """
     width = generator.shape[-1]
     sigma = torch.linalg.svdvals(generator)[..., : width // 2] * s.abs().unsqueeze(-1)
@@ -86,7 +116,12 @@ def of_nilpotent(generator: Tensor, s: Tensor) -> Spectrum:
 
 
 def of_slope(s: Tensor, width: int) -> Spectrum:
-    """I + s e_{D+2} e_{D+1}^T in GL(D + 2): ALiBi, FoX (s = -b), GRAPE-A and GRAPE-AP (Eq. S4)."""
+    """I + s e_{D+2} e_{D+1}^T in GL(D + 2): ALiBi, FoX (s = -b), GRAPE-A and GRAPE-AP (Eq. S4).
+
+    Args:
+        s: any shape.
+        width: D.
+    """
     larger, smaller = singular_pair(s)
     rest = larger.new_ones(*larger.shape, width)
     values = torch.cat([larger.unsqueeze(-1), rest, smaller.unsqueeze(-1)], -1)
@@ -94,19 +129,34 @@ def of_slope(s: Tensor, width: int) -> Spectrum:
 
 
 def of_joint(rotation: Spectrum, unipotent: Spectrum) -> Spectrum:
-    """The direct sum of a rotation on D coordinates and a slope on the two lifted ones (Eq. S6)."""
+    """The direct sum of a rotation on D coordinates and a slope on the two lifted ones (Eq. S6).
+
+    Args:
+        rotation: spectrum of the rotation.
+        unipotent: spectrum of the slope on its two coordinates.
+    """
     eigenvalues = torch.cat([rotation.eigenvalues, unipotent.eigenvalues], -1)
     values = torch.cat([rotation.singular_values, unipotent.singular_values], -1)
     return Spectrum(eigenvalues, values.sort(-1, descending=True).values)
 
 
 def of_householder(beta: Tensor, width: int) -> Spectrum:
-    """PaTH's factor I - beta w w^T with |w| = 1: not a rotation unless beta is 0 or 2 (Eq. S7)."""
+    """PaTH's factor I - beta w w^T with |w| = 1: not a rotation unless beta is 0 or 2 (Eq. S7).
+
+    Args:
+        beta: any shape.
+        width: D.
+    """
     return _one_direction(1 - beta, width)
 
 
 def of_aligned_path(beta: Tensor, width: int) -> Spectrum:
-    """A PaTH product whose directions agree: contraction by prod(1 - beta) along w. beta: (..., L)."""
+    """A PaTH product whose directions agree: contraction by prod(1 - beta) along w. beta: (..., L).
+
+    Args:
+        beta: (..., L).
+        width: D.
+    """
     return _one_direction((1 - beta).prod(-1), width)
 
 
@@ -114,6 +164,9 @@ def path_bounds(beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(determinant, lower bound of the smallest, upper bound of the largest singular value).
 
     For a PaTH product of factors with any directions; beta (..., L) in [0, 2] (Eq. S7).
+
+    Args:
+        beta: (..., L) in [0, 2].
     """
     factor = 1 - beta
     smallest = factor.abs().clamp(max=1).prod(-1)

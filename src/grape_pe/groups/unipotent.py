@@ -16,7 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Unipotent:
-    """exp(s A) = I + s A, with A = p q^T of rank R: `p`, `q` (..., R, D), `s` (...) (Eq. A1)."""
+    """exp(s A) = I + s A, with A = sum_r p_r q_r^T of rank R (Eq. A1).
+
+    Args:
+        p: (..., R, D).
+        q: (..., R, D).
+        s: (...).
+    """
 
     p: Tensor
     q: Tensor
@@ -51,7 +57,13 @@ class Unipotent:
 
 
 def check_dictionary(p: Tensor, q: Tensor, tolerance: float = 1e-6) -> None:
-    """Raise unless A_r A_s = 0 for all atoms A_r = p_r q_r^T, that is <q_r, p_s> = 0 (Eq. A6)."""
+    """Raise unless A_r A_s = 0 for all atoms A_r = p_r q_r^T, that is <q_r, p_s> = 0 (Eq. A6).
+
+    Args:
+        p: (..., R, D).
+        q: (..., R, D).
+        tolerance: largest product that counts as zero.
+    """
     scale = p.norm(dim=-1).max() * q.norm(dim=-1).max()
     products = (q @ p.transpose(-1, -2)).abs()
     worst = products.max()
@@ -64,7 +76,11 @@ def check_dictionary(p: Tensor, q: Tensor, tolerance: float = 1e-6) -> None:
 
 
 def shift_generator(u: Tensor) -> tuple[Tensor, Tensor]:
-    """The (D + 1) lift: A = [[0, u], [0, 0]], a translation by u of [x; 1] (Eq. A3)."""
+    """The (D + 1) lift: A = [[0, u], [0, 0]], a translation by u of [x; 1] (Eq. A3).
+
+    Args:
+        u: (..., D).
+    """
     p = torch.cat([u, u.new_zeros(*u.shape[:-1], 1)], -1)
     q = torch.zeros_like(p)
     q[..., -1] = 1
@@ -72,7 +88,13 @@ def shift_generator(u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def slope_generator(width: int, rate: Tensor, atoms: int = 1) -> tuple[Tensor, Tensor]:
-    """The (D + 2R) lift: A = -sum_r rate_r e_{D+R+r} e_{D+r}^T (Eq. A4). `rate` is (..., R)."""
+    """The (D + 2R) lift: A = -sum_r rate_r e_{D+R+r} e_{D+r}^T (Eq. A4). `rate` is (..., R).
+
+    Args:
+        width: D.
+        rate: (..., R).
+        atoms: R.
+    """
     if rate.dim() and rate.shape[-1] not in (1, atoms):
         raise ValueError(
             f"the last axis of rate runs over atoms: expected {atoms} (or 1 for all), got {rate.shape[-1]}; "
@@ -89,19 +111,34 @@ def slope_generator(width: int, rate: Tensor, atoms: int = 1) -> tuple[Tensor, T
 
 
 def lift_query(q: Tensor, atoms: int = 1) -> Tensor:
-    """[q; 1; 0] (R ones, then R zeros)."""
+    """[q; 1; 0] (R ones, then R zeros).
+
+    Args:
+        q: (..., D).
+        atoms: R.
+    """
     ones = q.new_ones(*q.shape[:-1], atoms)
     return torch.cat([q, ones, torch.zeros_like(ones)], -1)
 
 
 def lift_key(k: Tensor, atoms: int = 1) -> Tensor:
-    """[k; 0; 1] (R zeros, then R ones): no constant is added to the plain score."""
+    """[k; 0; 1] (R zeros, then R ones): no constant is added to the plain score.
+
+    Args:
+        k: (..., D).
+        atoms: R.
+    """
     ones = k.new_ones(*k.shape[:-1], atoms)
     return torch.cat([k, torch.zeros_like(ones), ones], -1)
 
 
 def path_product(width: int, psi: Tensor) -> Unipotent:
-    """prod_l (I - psi_l E) = I - (sum_l psi_l) E with E = e_{D+2} e_{D+1}^T (Eq. A8). psi: (..., L)."""
+    """prod_l (I - psi_l E) = I - (sum_l psi_l) E with E = e_{D+2} e_{D+1}^T (Eq. A8). psi: (..., L).
+
+    Args:
+        width: D.
+        psi: (..., L).
+    """
     p, q = slope_generator(width, psi.new_ones(1))
     return Unipotent(p, q, psi.sum(-1))
 
@@ -123,6 +160,11 @@ class Joint:
     """Rotation and bias as one action: blockdiag(exp(m L), I - m w Lambda e e^T) in GL(D + 2) (Eq. A9).
 
     The nilpotent sits in the *lower left*; in the upper right it would score zero.
+
+    Args:
+        rotation: acts on the first coordinates.
+        unipotent: acts on all coordinates and changes the lifted ones only.
+        width: D, the number of coordinates that rotate.
     """
 
     rotation: Any
@@ -155,5 +197,12 @@ class Joint:
 
 
 def score(g_query: Unipotent | Joint, q: Tensor, g_key: Unipotent | Joint, k: Tensor) -> Tensor:
-    """<G_i q, G_j^-T k> for lifted q and k: depends on j - i alone (Eq. A2)."""
+    """<G_i q, G_j^-T k> for lifted q and k: depends on j - i alone (Eq. A2).
+
+    Args:
+        g_query: G_i.
+        q: a lifted query.
+        g_key: G_j.
+        k: a lifted key.
+    """
     return (g_query.apply(q) * g_key.contragredient().apply(k)).sum(-1)

@@ -25,7 +25,7 @@ def adapt(
 ) -> PreTrainedModel:
     """Replace the encoding of a pretrained model, in place; its logits stay as they were until it is trained.
 
-    A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `Faded`). The model
+    A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `ZeroInitBias`). The model
     becomes a `GrapeLlamaForCausalLM` (or of another family) with a configuration of its own, which
     `save_pretrained` and `from_pretrained` keep.
 
@@ -91,7 +91,11 @@ def adapted_config(model: PreTrainedModel) -> Any:
 
 
 def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters `adapt` added, by name."""
+    """The parameters `adapt` added, by name.
+
+    Args:
+        model: a model changed by `adapt`.
+    """
     added = set(new_state(model))
     return {name: p for name, p in model.named_parameters() if name in added}
 

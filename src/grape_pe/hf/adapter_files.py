@@ -18,7 +18,12 @@ FORMAT = "grape-pe adapter 1"
 
 
 def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Path:
-    """Write what `adapt` added, and nothing else; atomically."""
+    """Write what `adapt` added, and nothing else; atomically.
+
+    Args:
+        model: a model changed by `adapt`.
+        path: the safetensors file.
+    """
     config, path = adapted_config(model), Path(path)
     metadata = {
         "format": FORMAT,
@@ -42,7 +47,13 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Path:
 def load_adapter(
     model: PreTrainedModel, path: str | os.PathLike[str], *, train: Literal["new", "all"] = "new"
 ) -> PreTrainedModel:
-    """`adapt` a freshly loaded base model as saved, and fill in what was learned."""
+    """Adapt a freshly loaded base model and load the learned parameters.
+
+    Args:
+        model: the model that was adapted, as loaded.
+        path: a file of `save_adapter`.
+        train: as for `adapt`.
+    """
     metadata, tensors = _read(Path(path))
     if metadata["model_type"] != model.config.model_type:
         raise ValueError(

@@ -211,7 +211,7 @@ def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:
     if not isinstance(cache, (DynamicCache, StockStaticCache)):
         raise TypeError(
             f"past_key_values must be a DynamicCache or StaticCache, got {type(cache).__name__}: others "
-            "have no room for bias traces; leave it out and one is made"
+            "have no room for the key-side tensors of the bias; leave it out and one is made"
         )
     if cache.offloading:
         raise ValueError('offloaded caches are not supported; use cache_implementation="dynamic" or "static"')
@@ -222,8 +222,8 @@ def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:
         return layer
     if type(layer) not in (DynamicLayer, StaticLayer) or layer.is_initialized:  # type: ignore[union-attr]
         raise ValueError(
-            f"past_key_values holds a {type(layer).__name__} of another model, without the bias traces and "
-            "states a grape model keeps; pass an empty DynamicCache() or nothing"
+            f"past_key_values holds a {type(layer).__name__} of another model, without the key-side "
+            "tensors of the bias and the states of a grape model; pass an empty DynamicCache() or nothing"
         )
     fresh = GrapeStaticLayer(layer.max_cache_len) if isinstance(layer, StaticLayer) else GrapeDynamicLayer()
     cache.layers[index] = fresh

@@ -69,7 +69,7 @@ class GrapeConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_layer_type(self) -> None:
-        """Every layer is of our own type, whose cache holds bias traces as well."""
+        """Every layer is of our own type, whose cache also keeps the key-side tensors of the bias."""
         if self.layer_types != [LAYER_TYPE] * self.num_hidden_layers:
             raise ValueError(f"layer_types must be {LAYER_TYPE!r} for each layer, got {self.layer_types}")
 

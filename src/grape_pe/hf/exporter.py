@@ -45,6 +45,10 @@ def export(model: Source, directory: str | os.PathLike[str]) -> Path:
 
     Takes a `Decoder`, a `GrapeForCausalLM`, or a model changed by `adapt`, which becomes one of its own family
     again. When refused, nothing is written.
+
+    Args:
+        model: a `Decoder`, a `GrapeForCausalLM` or a model changed by `adapt`.
+        directory: where to write.
     """
     stock = to_stock(model)
     stock.save_pretrained(directory)

@@ -15,7 +15,7 @@ from ..encodings.rotary import Rotary
 from ..encodings.temperature import LogN
 
 
-class Faded(Encoding):
+class ZeroInitBias(Encoding):
     """An additive encoding times a learned amplitude for each head, which starts at 0.
 
     At amplitude 0 the bias has no effect, but the amplitude still gets a gradient. The encoding's own
@@ -105,7 +105,7 @@ def fade_in(encoding: Encoding, rotation: float = 1.0) -> Encoding:
         )
     if isinstance(encoding, Rotary):
         encoding.frequencies.strength = rotation
-    return encoding if encoding.transforms or isinstance(encoding, NoPE) else Faded(encoding)
+    return encoding if encoding.transforms or isinstance(encoding, NoPE) else ZeroInitBias(encoding)
 
 
 def without_rotation(encoding: Encoding) -> Encoding:

@@ -52,7 +52,11 @@ class GrapePreTrainedModel(GrapePretrained):
 
 
 class GrapeModel(GrapePreTrainedModel):
-    """Embedding, blocks, last norm."""
+    """Embedding, blocks, last norm.
+
+    Args:
+        config: a `GrapeConfig`.
+    """
 
     def __init__(self, config: GrapeConfig) -> None:
         super().__init__(config)
@@ -166,6 +170,9 @@ class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
 
     While training with `labels` the loss is computed in chunks of tokens and no logits are returned
     (`logits=None`); pass `return_logits=True` to get them as well.
+
+    Args:
+        config: a `GrapeConfig`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012

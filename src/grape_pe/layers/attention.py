@@ -37,19 +37,22 @@ class Attention(nn.Module):
 
     Args:
         width: features of the input and the output.
-        heads: query heads. kv_heads: key heads, if fewer; it must divide `heads`.
+        heads: query heads.
+        kv_heads: key heads, if fewer; must divide `heads`.
         head_dim: features of a head; width / heads unless given.
-        encoding: a name for `grape.build`, such as "rope", "grape-ap" or "rope+fox". None only inside a model
-            whose layers share one encoding, which then calls `run`.
+        encoding: a name for `grape.build`, such as "rope", "grape-ap" or "rope+fox". None only inside a
+            model whose layers share one encoding, which then calls `run`.
         encoding_options: options of the encoding, as for `grape.build`.
         window: a token sees fewer than `window` tokens back, itself included; all if None.
         sinks: the number of first tokens that stay visible outside the window.
-        qk_norm: RMS-normalise queries and keys, with learned weights, before they are encoded; "after": after
-            the rotation, which breaks the exact relative law (as True for encodings without a rotation).
+        qk_norm: RMS-normalise queries and keys, with learned weights, before they are encoded; "after":
+            after the rotation, which breaks the exact relative law (as True for encodings without a
+            rotation).
         kv_shift: mix each projected key and value with those of the token before.
-        output_norm: RMS-normalise the attention output of each head, with one learned weight for all heads.
-        output_gate: multiply the attention output, after the norm, by sigmoid(W x), with x the layer's input.
         norm_eps: epsilon of the norms.
+        output_norm: RMS-normalise the attention output of each head, with one learned weight for all heads.
+        output_gate: multiply the attention output, after the norm, by sigmoid(W x), with x the layer's
+            input.
     """
 
     def __init__(

@@ -13,6 +13,10 @@ class KVShift(nn.Module):
 
     k and v are the projected ones, before any norm; before the first token stands zero. The state is the
     unmixed k and v, (B, Hkv, T, D) each, of which only the last token is read again.
+
+    Args:
+        width: features of the layer's input x.
+        kv_heads: key heads.
     """
 
     def __init__(self, width: int, kv_heads: int) -> None:

@@ -48,22 +48,30 @@ class DecoderConfig:
     """Sizes and options of a decoder; every default is that of the paper's experiments.
 
     Args:
-        width: features of the residual stream. layers: blocks.
-        heads: query heads. kv_heads: key heads, if fewer. head_dim: width / heads unless given.
+        vocab_size: tokens of the vocabulary.
+        width: features of the residual stream.
+        layers: number of blocks.
+        heads: query heads.
+        kv_heads: key heads, if fewer; must divide `heads`.
+        head_dim: features of a head; width / heads unless given.
         hidden: features inside the SwiGLU, floor(8/3 width) unless given.
-        encoding: a name for `grape.build`, such as "grape-m+grape-ap"; or a list of names, which repeats over
-            the layers. "grape-m@w128" also sets the window of its layers.
+        encoding: a name for `grape.build`, such as "grape-m+grape-ap"; or a list of names, which repeats
+            over the layers. "grape-m@w128" also sets the window of its layers.
         encoding_options: options of the encoding; of several, each gets those it has.
-        window: a token sees fewer than `window` tokens back, itself included; a list repeats over the layers,
-            with None for layers that see all tokens. sinks: first tokens visible outside every window.
+        window: a token sees fewer than `window` tokens back, itself included; a list repeats over the
+            layers, with None for layers that see all tokens.
+        sinks: number of first tokens visible outside every window.
         shared_encoding: one encoding for the whole model instead of one for each layer.
         kv_shift: mix each key and value with the previous one.
         qk_norm: RMS-normalise queries and keys before they are encoded; "after": after the rotation, as the
             authors' RoPE and GRAPE-M models do.
-        output_norm: RMS-normalise each head's attention output. output_gate: multiply it by sigmoid(W x).
+        norm_eps: epsilon of the norms.
         tied: one matrix for the embedding and the head.
-        absolute: add absolute positions to the embeddings, "sinusoidal" or "learned"; the encoding acts as well, so
-            use "nope" for these alone. max_positions: rows of the learned table; longer sequences are refused.
+        output_norm: RMS-normalise each head's attention output.
+        output_gate: multiply the attention output by sigmoid(W x).
+        absolute: add absolute positions to the embeddings, "sinusoidal" or "learned"; the encoding acts as well,
+            so use "nope" for these alone.
+        max_positions: rows of the learned table; longer sequences are refused.
     """
 
     vocab_size: int = 50304

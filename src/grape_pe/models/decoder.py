@@ -25,7 +25,11 @@ from .loss import cross_entropy
 
 
 class DecoderCache:
-    """What all layers keep of the tokens so far. See `StreamingCache` for what each call does."""
+    """What all layers keep of the tokens so far. See `StreamingCache` for what each call does.
+
+    Args:
+        layers: one cache for each layer.
+    """
 
     def __init__(self, layers: list[StreamingCache]) -> None:
         self.layers = layers
@@ -104,6 +108,9 @@ class Decoder(nn.Module):
 
     `gradient_checkpointing` recomputes each block in the backward pass. Built under `torch.device("meta")`
     it takes no memory; `to_empty` and `reset_parameters` then make it real.
+
+    Args:
+        config: sizes and options.
     """
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -20,7 +20,12 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
-    """Write the configuration, the weights, and what lets `AutoModel` find this package; all or nothing."""
+    """Write the configuration, the weights, and what lets `AutoModel` find this package; all or nothing.
+
+    Args:
+        model: the decoder.
+        directory: where to write.
+    """
     st = require("safetensors.torch", "hf")
     directory = Path(directory)
     said = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], "auto_map": auto_map()}
@@ -40,7 +45,11 @@ def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
 
 
 def load_decoder(directory: str | os.PathLike[str]) -> Decoder:
-    """The decoder in a directory written by `save_decoder` or by the Hugging Face model's save_pretrained."""
+    """The decoder in a directory written by `save_decoder` or by the Hugging Face model's save_pretrained.
+
+    Args:
+        directory: where to read.
+    """
     directory = Path(directory)
     config, tensors = _read_config(directory), _read_weights(directory)
     if config.tied:

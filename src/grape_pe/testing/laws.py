@@ -35,7 +35,15 @@ class LawDoesNotHold(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Random tokens that fit an encoding."""
+    """Random tokens that fit an encoding.
+
+    Args:
+        q: (B, H, T, D).
+        k: (B, Hkv, T, D).
+        v: (B, Hkv, T, D).
+        x: (B, T, C), or None if the encoding was built without a width.
+        positions: (T,), or (T, n) with n coordinates.
+    """
 
     q: Tensor
     k: Tensor
@@ -55,7 +63,15 @@ class Sample:
 def sample(
     enc: Encoding, *, batch: int = 2, tokens: int = 12, dtype: torch.dtype | None = None, seed: int = 0
 ) -> Sample:
-    """Unit normal q, k, v and x for `enc`, at positions 0 … tokens-1 (a random grid in 2D and 3D)."""
+    """Unit normal q, k, v and x for `enc`, at positions 0 … tokens-1 (a random grid in 2D and 3D).
+
+    Args:
+        enc: the encoding.
+        batch: B.
+        tokens: T.
+        dtype: of the tensors; by default float64 if the encoding is, else float32.
+        seed: of the random numbers.
+    """
     dtype = dtype or parameter_dtype(enc)
     generator = torch.Generator().manual_seed(seed)
 
@@ -79,7 +95,12 @@ def parameter_dtype(enc: Encoding) -> torch.dtype:
 
 
 def scores(enc: Encoding, data: Sample) -> Tensor:
-    """All logits (B, H, T, T): scaled product plus bias, in float64 from the encoded q and k."""
+    """All logits (B, H, T, T): scaled product plus bias, in float64 from the encoded q and k.
+
+    Args:
+        enc: the encoding.
+        data: the tokens.
+    """
     code = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
     return _logits(code.q, code.k, code.bias.dense(), enc.shape.group)
 
@@ -99,7 +120,15 @@ def deviation(got: Tensor, want: Tensor) -> float:
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, what: str, slack: float = 1.0) -> None:
-    """|got - want| <= slack * TOL[dtype] * max(1, |want|), everywhere."""
+    """|got - want| <= slack * TOL[dtype] * max(1, |want|), everywhere.
+
+    Args:
+        got: the result.
+        want: the expected result.
+        dtype: selects the tolerance `TOL[dtype]`.
+        what: named in the error.
+        slack: factor of the tolerance.
+    """
     _allow(deviation(got, want), dtype, what, slack)
 
 
@@ -111,7 +140,13 @@ def _allow(worst: float, dtype: torch.dtype, what: str, slack: float = 1.0) -> N
 def relative_law_error(
     enc: Encoding, data: Sample | None = None, *, shift: float | Sequence[float] = 1000
 ) -> float:
-    """How much causal scores change when every position is shifted by the same amount."""
+    """How much causal scores change when every position is shifted by the same amount.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+        shift: added to all positions; one number, or one for each coordinate.
+    """
     data = data or sample(enc)
     moved = data.positions + torch.as_tensor(shift)
     return deviation(_causal(scores(enc, data.at(moved))), _causal(scores(enc, data)))
@@ -120,7 +155,13 @@ def relative_law_error(
 def assert_relative_law(
     enc: Encoding, data: Sample | None = None, *, shift: float | Sequence[float] = 1000
 ) -> None:
-    """Scores are the same when every position is shifted by the same amount (Eq. M2)."""
+    """Scores are the same when every position is shifted by the same amount (Eq. M2).
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+        shift: added to all positions; one number, or one for each coordinate.
+    """
     if enc.breaks_relative_law:
         raise LawDoesNotHold(enc.breaks_relative_law)
     data = data or sample(enc)
@@ -128,7 +169,12 @@ def assert_relative_law(
 
 
 def assert_norm(enc: Encoding, data: Sample | None = None) -> None:
-    """Encoding changes no length of q or k."""
+    """The encoding does not change the length of q or k.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+    """
     data = data or sample(enc)
     code = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
     for before, after in ((data.q, code.q), (data.k, code.k)):
@@ -136,7 +182,12 @@ def assert_norm(enc: Encoding, data: Sample | None = None) -> None:
 
 
 def assert_composition(enc: RotationEncoding, data: Sample | None = None) -> None:
-    """G(n) G(m) = G(n + m) and G(n) G(-n) = I, acting on vectors (Eq. M2)."""
+    """G(n) G(m) = G(n + m) and G(n) G(-n) = I, acting on vectors (Eq. M2).
+
+    Args:
+        enc: an encoding that rotates.
+        data: the tokens to test on; random ones by default.
+    """
     if enc.breaks_relative_law:
         raise LawDoesNotHold(enc.breaks_relative_law)
     data = data or sample(enc)
@@ -144,7 +195,12 @@ def assert_composition(enc: RotationEncoding, data: Sample | None = None) -> Non
 
 
 def composition_error(enc: RotationEncoding, data: Sample | None = None) -> float:
-    """How far G(n) G(m) is from G(n + m), and G(-n) G(n) from the identity, acting on vectors."""
+    """How far G(n) G(m) is from G(n + m), and G(-n) G(n) from the identity, acting on vectors.
+
+    Args:
+        enc: an encoding that rotates.
+        data: the tokens to test on; random ones by default.
+    """
     data = data or sample(enc)
     k = data.k.unsqueeze(2)
     if enc.contextual:  # phases add, so earlier phases n and m act like positions n and m
@@ -167,13 +223,23 @@ def _element(enc: RotationEncoding, data: Sample, phase: float | None = None):  
 
 
 def assert_path_composition(enc: Encoding, data: Sample | None = None) -> None:
-    """b(t, j) = b(t, s) + b(s, j): the bias is a sum over the tokens in between, seen by no one."""
+    """b(t, j) = b(t, s) + b(s, j): the bias is a sum over the tokens in between that does not depend on the query.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+    """
     data = data or sample(enc)
     _allow(path_composition_error(enc, data), data.q.dtype, "b(t,j) = b(t,s) + b(s,j)")
 
 
 def path_composition_error(enc: Encoding, data: Sample | None = None) -> float:
-    """How far b(t, j) is from b(t, s) + b(s, j)."""
+    """How far b(t, j) is from b(t, s) + b(s, j).
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+    """
     data = data or sample(enc)
     bias = _dense_bias(enc, data)
     whole = bias.unsqueeze(-2)  # t, 1, j
@@ -182,13 +248,23 @@ def path_composition_error(enc: Encoding, data: Sample | None = None) -> float:
 
 
 def assert_linear_in_offset(enc: Encoding, data: Sample | None = None) -> None:
-    """b doubles when all offsets double: a one-parameter group in the offset (Eq. A1)."""
+    """b doubles when all offsets double: a one-parameter group in the offset (Eq. A1).
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+    """
     data = data or sample(enc)
     _allow(linearity_error(enc, data), data.q.dtype, "b(2 m) = 2 b(m)")
 
 
 def linearity_error(enc: Encoding, data: Sample | None = None) -> float:
-    """How far the bias is from doubling when all offsets double."""
+    """How far the bias is from doubling when all offsets double.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+    """
     data = data or sample(enc)
     return deviation(_dense_bias(enc, data.at(2 * data.positions)), 2 * _dense_bias(enc, data))
 
@@ -204,6 +280,10 @@ def assert_unipotent(enc: Encoding, data: Sample | None = None) -> None:
 
     For one pair of tokens: A = sum_r -rate_r e e^T has A^2 = 0, and <G(t) q, G(j)^-T k> with its
     exponential is <q, k> plus the bias.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
     """
     data = data or sample(enc)
     bias = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions).bias
@@ -236,7 +316,12 @@ def _rate(term, t: int, j: int) -> Tensor:  # type: ignore[no-untyped-def]
 
 
 def assert_nonpositive(enc: Encoding, data: Sample | None = None) -> None:
-    """No key in the past is favoured by the bias: b(t, j) <= 0 for j <= t."""
+    """The bias favours no past key: b(t, j) <= 0 for j <= t.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+    """
     data = data or sample(enc)
     bias = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions).bias.dense()
     if bias is not None:
@@ -245,13 +330,25 @@ def assert_nonpositive(enc: Encoding, data: Sample | None = None) -> None:
 
 
 def assert_streaming(enc: Encoding, data: Sample | None = None, cuts: Sequence[int] = (1, 4, 5)) -> None:
-    """Tokens fed in pieces, state and key-side traces carried along, score as if fed at once."""
+    """Tokens fed in pieces, state and key-side tensors carried along, score as if fed at once.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+        cuts: the tokens at which the sequence is cut.
+    """
     data = data or sample(enc)
     _allow(streaming_error(enc, data, cuts), data.q.dtype, f"tokens fed in pieces, cut at {list(cuts)}")
 
 
 def streaming_error(enc: Encoding, data: Sample | None = None, cuts: Sequence[int] = (1, 4, 5)) -> float:
-    """How far the scores of tokens fed in pieces are from those of tokens fed at once."""
+    """How far the scores of tokens fed in pieces are from those of tokens fed at once.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+        cuts: the tokens at which the sequence is cut.
+    """
     data = data or sample(enc)
     length = data.q.shape[2]
     edges = [0, *sorted({c for c in cuts if 0 < c < length}), length]

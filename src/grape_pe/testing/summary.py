@@ -28,8 +28,10 @@ class LawErrors:
     """Deviations relative to max(1, |score|).
 
     Args:
+        relative: change of the scores when all positions shift.
         composition: None where the encoding has no bias and no rotation that could compose.
         composed: the law of composition that was measured; for a bias, the one it is nearest to.
+        streaming: change of the scores when the tokens are fed in pieces.
         largest_bias: the largest b(t, j) for j <= t; None without a bias.
     """
 
@@ -53,7 +55,13 @@ class LawErrors:
 
 @torch.no_grad()
 def law_errors(enc: Encoding, data: Sample | None = None, *, shift: float = SHIFT) -> LawErrors:
-    """Measure the laws of an encoding on random tokens."""
+    """Measure the laws of an encoding on random tokens.
+
+    Args:
+        enc: the encoding.
+        data: the tokens to test on; random ones by default.
+        shift: added to all positions.
+    """
     data = data or sample(enc)
     bias = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions).bias.dense()
     composition, law = _composition(enc, data, bias is not None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hf.fade import Faded
+from ...hf.fade import ZeroInitBias
 from ..data import Dataset, load_tokenizer
 from ..inspect.capture import frequencies, rotation_of
 from ..inspect.figure_data import LAYERS, picture_of, spread
@@ -20,7 +20,7 @@ PICTURE_TOKENS = 96
 @torch.no_grad()
 def heads(model: PretrainedDecoder) -> dict[str, Any]:
     """By layer and head: the amplitude of each bias; by layer: how far frequencies moved, in percent at most."""
-    parts = [[m for m in e.modules() if isinstance(m, Faded)] for e in model.encodings()]
+    parts = [[m for m in e.modules() if isinstance(m, ZeroInitBias)] for e in model.encodings()]
     biases = zip(*parts, strict=True) if parts and parts[0] else []
     amplitudes = [[m.amplitude.clamp(min=0).tolist() for m in layers] for layers in biases]
     return {"amplitude": amplitudes, "moved": [_moved(model, i) for i in range(len(parts))]}

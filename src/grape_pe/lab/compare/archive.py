@@ -34,7 +34,12 @@ REWRITE = "write it again: grape report DIR --jsonl FILE"
 
 
 def write_archive(root: Path, out: Path) -> Path:
-    """Write what is done of the comparison in `root`, a line for each run after one for the settings."""
+    """Write what is done of the comparison in `root`, a line for each run after one for the settings.
+
+    Args:
+        root: a directory of `compare`.
+        out: the .jsonl file.
+    """
     if not (root / COMPARISON).is_file():
         raise LabError(f"--jsonl takes one directory of grape compare; there is no {root / COMPARISON}")
     found = [

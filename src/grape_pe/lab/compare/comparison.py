@@ -144,6 +144,12 @@ def load_comparison(
     """A shipped comparison or a YAML file, with other arms, seeds and so on, and settings over its recipes.
 
     Args:
+        name: a shipped comparison or a YAML file.
+        arms: the encodings to compare; those of the file by default.
+        seeds: use the seeds 0 … seeds - 1.
+        tasks: the probes to train besides the text.
+        budgets: numbers of tokens after which the loss is measured besides the end.
+        sweep: learning rates that are tried for each arm before the seeds.
         overrides: settings of what is trained on text (without text, of the probes); those that begin with
             `probe.` are settings of the probes.
     """

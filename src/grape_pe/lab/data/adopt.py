@@ -23,6 +23,10 @@ def adopt(directory: str | os.PathLike[str], *, tokenizer: str = "gpt2") -> Path
 
     Shards named `..._val_000000.bin` are the validation split; if there is none, the first shard is.
     Every token is read once, for the hashes and to check that it is in the vocabulary.
+
+    Args:
+        directory: holds the .bin shards.
+        tokenizer: the one the shards were made with.
     """
     directory = Path(directory).expanduser()
     paths = sorted(directory.glob("*.bin"))

@@ -24,7 +24,13 @@ VALIDATION_ORDER = (0, 0)
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of T tokens, what follows each, and optionally which document each token belongs to."""
+    """Rows of tokens and their targets.
+
+    Args:
+        tokens: (rows, T) inputs.
+        targets: (rows, T): the token that follows each input.
+        documents: (rows, T) ids of the documents, or None.
+    """
 
     tokens: Tensor  # (n, T) int64
     targets: Tensor  # (n, T) int64, -100 where nothing is to be predicted
@@ -74,7 +80,10 @@ class DatasetBatches:
     begins where it ends, if need be in the middle of a batch.
 
     Args:
-        sequence: T, the number of inputs in a row. batch: rows in the global batch of a step.
+        dataset: from `open_dataset`.
+        sequence: T, the number of inputs in a row.
+        batch: rows in the global batch of a step.
+        seed: of the order of the windows.
         documents: also give document ids, for attention that stays inside each document.
     """
 

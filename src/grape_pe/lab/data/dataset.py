@@ -52,7 +52,11 @@ def check_vocabulary(tokens: Tokens, vocab_size: int, path: Path, start: int = 0
 
 
 def open_dataset(directory: str | os.PathLike[str]) -> Dataset:
-    """Open a prepared dataset; headers and lengths of all shards are checked, hashes by `verify` only."""
+    """Open a prepared dataset; headers and lengths of all shards are checked, hashes by `verify` only.
+
+    Args:
+        directory: the dataset.
+    """
     directory = Path(directory)
     manifest = load_manifest(directory)
     for shard in manifest.shards:
@@ -70,7 +74,11 @@ def check_counts(directory: Path, shard: Shard) -> None:
 
 
 def verify(directory: str | os.PathLike[str]) -> Iterator[tuple[Shard, str | None]]:
-    """Read every shard whole and yield it with what is wrong with it, or None: length, hash and tokens."""
+    """Read every shard whole and yield it with what is wrong with it, or None: length, hash and tokens.
+
+    Args:
+        directory: the dataset.
+    """
     directory = Path(directory)
     manifest = load_manifest(directory)
     for shard in manifest.shards:

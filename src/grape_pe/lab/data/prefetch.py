@@ -35,6 +35,12 @@ def prefetch(
 
     Yields (step, [a Batch for each range of rows_of(step)]) in the order of `steps`. What reading raises is raised
     here. Close it (`contextlib.closing`) if the steps are not all consumed.
+
+    Args:
+        batches: where the rows come from.
+        steps: the steps to read, in order.
+        rows_of: gives the ranges of rows to read at a step; each becomes one batch.
+        depth: steps read ahead.
     """
 
     def read(step: int) -> tuple[int, list[Batch]]:

@@ -67,11 +67,15 @@ def prepare(
     """Prepare a dataset in `out`, or go on with it, or find it done. Returns the directory.
 
     Args:
+        source: where the text comes from.
+        out: the dataset's directory.
         tokenizer: gpt2, bytes, bpe-N (trained on the data), a tokenizer.json or a directory with one.
-        shard_tokens: tokens in a shard. max_tokens: stop after the document in which so many are reached.
+        shard_tokens: tokens in a shard.
         validation: the share held out: the first document (cut where it is longer than the share of the
             text) and others chosen by a hash of their number.
+        max_tokens: stop after the document in which this number is reached.
         workers: processes that tokenize; the files do not depend on it.
+        show_progress: print a progress line.
         wait: if another process prepares this directory, wait for it instead of refusing.
     """
     settings = {**source.settings(), "tokenizer": tokenizer_setting(tokenizer), "shard_tokens": shard_tokens}
@@ -119,7 +123,12 @@ def _finished(directory: Path, settings: dict[str, Any]) -> bool:
 
 
 def builtin(cache_dir: str | os.PathLike[str] | None = None, tokenizer: str = "bpe-2048") -> Path:
-    """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data)."""
+    """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data).
+
+    Args:
+        cache_dir: parent directory of the dataset; $GRAPE_DATA or ~/.cache/grape-pe/data by default.
+        tokenizer: as for `prepare`.
+    """
     root = cache_dir or os.environ.get("GRAPE_DATA") or Path.home() / ".cache/grape-pe/data"
     named = tokenizer_setting(tokenizer).replace(" (sha256 ", "-").strip(")").replace("/", "-")
     directory = Path(root).expanduser() / f"builtin-v{SPLIT_RULE}-{named}-{corpus_name()}"

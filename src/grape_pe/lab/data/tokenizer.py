@@ -85,14 +85,22 @@ class TextTokenizer:
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> TextTokenizer:
-    """The tokenizer of a prepared dataset, or of any directory with a tokenizer.json in it."""
+    """The tokenizer of a prepared dataset, or of any directory with a tokenizer.json in it.
+
+    Args:
+        directory: a dataset, or a directory with tokenizer.json.
+    """
     directory = Path(directory)
     inside = directory / FOLDER
     return _from_path(inside if inside.is_dir() else directory)
 
 
 def hf_tokenizer(directory: str | os.PathLike[str]) -> Any:
-    """The same as a `transformers.PreTrainedTokenizerFast` with its end token, for saving beside a model."""
+    """The same as a `transformers.PreTrainedTokenizerFast` with its end token, for saving beside a model.
+
+    Args:
+        directory: as for `load_tokenizer`.
+    """
     ours = load_tokenizer(directory)
     ours.inner.encode_special_tokens = False  # here users type the end token and mean it
     kind = require("transformers", "lab").PreTrainedTokenizerFast

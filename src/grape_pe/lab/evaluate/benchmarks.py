@@ -109,11 +109,15 @@ def evaluate(
     """Run lm_eval on a Hugging Face model that is already in memory.
 
     Args:
-        model, tokenizer: of transformers; `GrapeForCausalLM`, an adapted model or any other.
+        model: a transformers model: `GrapeForCausalLM`, an adapted model or any other.
+        tokenizer: its tokenizer.
         tasks: names lm_eval knows, or those of task files in `include`.
         include: a directory of task files (YAML), which may point at local data: nothing is then fetched.
         data: a directory with the questions of the paper's tasks, TASK.jsonl each; nothing is fetched.
-        shots: examples in the prompt. limit: at most so many samples of each task.
+        shots: examples in the prompt.
+        limit: largest number of samples of each task.
+        batch_size: samples per forward pass.
+        checkpoint: name of the model in the scores.
     """
     lm_eval = require("lm_eval", "eval")
     check_tasks(tasks, include, data)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models import Decoder
-from ...models.loss import CHUNK_ELEMENTS, IGNORE
+from ...models.loss import IGNORE, chunk_rows
 from ..data.batches import Batches
 from ..data.dataset import Dataset
 from ..errors import LabError
@@ -47,6 +47,7 @@ def stream_losses(model: Decoder, tokens: Tensor, *, chunk: int = 512, window: i
     """Losses (B, L - 1) in float32: entry t is that of token t + 1, given all tokens up to t.
 
     Args:
+        model: the decoder.
         tokens: (B, L) integer, L at least 2.
         chunk: tokens of each row that are read at once; changes time and memory, not the result.
         window: a token sees fewer than so many tokens back.
@@ -64,7 +65,7 @@ def stream_losses(model: Decoder, tokens: Tensor, *, chunk: int = 512, window: i
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of each target in float32, 0 where it is -100; all logits never exist at once."""
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    size = max(1, CHUNK_ELEMENTS // head.shape[0])
+    size = chunk_rows(head)
     parts = []
     for some, index in zip(rows.split(size), wanted.split(size), strict=True):
         logits = (some @ head.T).float()
@@ -74,7 +75,14 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def validation_loss(model: Decoder, batches: Batches, rows: int = 0, *, batch: int = 16) -> float:
-    """Mean loss over the targets of the first `rows` rows of the validation set; 0 for all of it."""
+    """Mean loss over the targets of the first `rows` rows of the validation set; 0 for all of it.
+
+    Args:
+        model: the decoder.
+        batches: where the validation set comes from.
+        rows: number of rows; 0 for all.
+        batch: rows read together.
+    """
     count = min(rows or batches.validation_rows, batches.validation_rows)
     total, targets = 0.0, 0
     device = model.head.device
@@ -104,10 +112,14 @@ def evaluate_language(
     differs between two lengths is then the context alone.
 
     Args:
+        model: the decoder.
         data: a prepared dataset, whose validation split is read; or tokens, (N,) or (rows, N).
+        train_length: tokens of a sequence in training.
+        factors: multiples of the training length.
         windows: how far attention reaches, None for all; by default None and `train_length`.
         tokens: predictions at each length, rounded down to whole stretches, one at least.
         seed: which stretches are taken.
+        chunk: tokens of each row that are read at once; changes time and memory, not the result.
     """
     if train_length < 1 or not factors or min(factors) < 1:
         raise LabError(f"train_length and factors must be at least 1, got {train_length} and {factors}")

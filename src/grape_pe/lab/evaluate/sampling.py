@@ -22,7 +22,17 @@ def sample_tokens(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Up to `count` tokens that follow the prompt; temperature 0 takes the likeliest."""
+    """Up to `count` tokens that follow the prompt; temperature 0 takes the likeliest.
+
+    Args:
+        model: the decoder.
+        prompt: token ids, at least one.
+        count: largest number of new tokens.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: sample from the smallest set of tokens with this probability.
+        seed: of the random numbers.
+        stop: the token that ends the text.
+    """
     if not prompt:
         raise LabError("the prompt must have at least one token")
     if count < 1:

@@ -126,7 +126,9 @@ def inspect(what: str, heads: int = 8, head_dim: int = 64, tokens: int = 128) ->
     Args:
         what: a run, its final/, a directory written by `save_decoder`, or a name such as "rope+fox" or
             "fox[forget_bias=4]".
-        heads, head_dim: of an encoding by name.
+        heads: query heads of an encoding given by name.
+        head_dim: its features per head.
+        tokens: length of the sequence that is looked at.
     """
     if Path(what).is_dir():
         return inspect_checkpoint(Path(what))

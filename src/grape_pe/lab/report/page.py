@@ -28,7 +28,12 @@ NOTE = '<p class="note">{}</p>'
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
-    """Read what `read_results` reads and write one self-contained page; returns its path."""
+    """Read what `read_results` reads and write one self-contained page; returns its path.
+
+    Args:
+        directories: what `read_results` reads.
+        out: the HTML file.
+    """
     return write_page(report_page(read_results([Path(d) for d in directories])), Path(out))
 
 

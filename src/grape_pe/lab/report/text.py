@@ -15,7 +15,12 @@ from .verdict import verdict
 
 
 def table(results: Results, limit: int | None = None) -> str:
-    """The tables, or the first `limit`, as text of at most 100 columns, the ranking first."""
+    """The tables, or the first `limit`, as text of at most 100 columns, the ranking first.
+
+    Args:
+        results: from `read_results`.
+        limit: number of tables; all if None.
+    """
     return "\n\n".join((each.title and f"{each.title}:\n") + each.text() for each in tables(results)[:limit])
 
 
@@ -34,7 +39,11 @@ def summary(results: Results, limit: int | None = None) -> str:
 
 
 def markdown(results: Results) -> str:
-    """The answer and all tables as Markdown, for documents: no number needs to be typed."""
+    """The answer and all tables as Markdown, for documents: no number needs to be typed.
+
+    Args:
+        results: from `read_results`.
+    """
     answer = verdict(results)
     parts = [f"**{answer.headline}**", "\n".join(f"- {each}" for each in (*answer.details, *results.notes))]
     for each in tables(results):
@@ -43,7 +52,11 @@ def markdown(results: Results) -> str:
 
 
 def results_json(results: Results) -> dict[str, Any]:
-    """Everything for scripts: every summary with mean, count, spread, low and high."""
+    """Everything for scripts: every summary with mean, count, spread, low and high.
+
+    Args:
+        results: from `read_results`.
+    """
     budgets = budget_blocks(results)
     best = list(budgets.values())[-1].best if budgets else ""
     return {

@@ -40,7 +40,11 @@ class Verdict:
 
 
 def verdict(results: Results) -> Verdict:
-    """What the comparison says about "which encoding should I use?"."""
+    """What the comparison says about "which encoding should I use?".
+
+    Args:
+        results: from `read_results`.
+    """
     every, found = ranking(results), loss_blocks(results)
     rows = [row for row in every if row.label in found.means]
     if not any(row.losses for row in every):

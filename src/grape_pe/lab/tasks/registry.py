@@ -28,9 +28,13 @@ def names() -> list[str]:
 
 
 def build_task(name: str, **options: Any) -> Task:
-    """A probe by name; `options` are the fields of its class, such as length, shortest, pairs.
+    """A probe by name.
 
-    Options in brackets after the name come before those given besides.
+    Options in brackets after the name come before those given as keywords.
+
+    Args:
+        name: one of `names()`, with options in brackets if you like, as in "mqar[pairs=4]".
+        options: fields of the probe's class, such as length, shortest or pairs.
     """
     written, (name, _, inner) = name, name.partition("[")
     if inner:

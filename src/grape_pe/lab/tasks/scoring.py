@@ -24,11 +24,18 @@ LEAST_ROWS = 8
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of right answers in one cell of the test.
+    """Shares of right answers in one cell of the test. Each token is predicted from the right tokens before it.
 
-    `exact`: rows whose whole answer is right. `token`: tokens of answers that are right. Each token is
-    predicted from the right tokens before it. `answers`: how many tokens that was. `chance`: what a guess
-    would get of them.
+    Args:
+        task: name of the probe.
+        split: name of the split.
+        length: length of the question.
+        depth: where the answer is hidden, from 0 to 1; None for most probes.
+        exact: share of rows whose whole answer is right.
+        token: share of answer tokens that are right.
+        samples: number of rows.
+        answers: number of answer tokens.
+        chance: what a guess would get of `token`.
     """
 
     task: str
@@ -54,9 +61,11 @@ def score(
     """One score for each split, length and depth of the task's test.
 
     Args:
+        model: the decoder.
+        task: the probe.
         seed: of the test rows, which no training run draws from.
-        samples: rows of each cell at the training length. Longer cells get fewer, so that they read about as
-            many tokens; `Score.samples` is the number used.
+        samples: rows of each cell at the training length. Longer cells get fewer, so that they read about
+            as many tokens; `Score.samples` is the number used.
         lengths: 1, 2, 4, 8 and 16 times the training length unless given.
         batch: rows read together; by default as many as make 16k tokens.
     """

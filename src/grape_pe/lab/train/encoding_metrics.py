@@ -36,7 +36,7 @@ def _frequencies(model: nn.Module) -> dict[str, float]:
 def _rates(seen: list[Bias]) -> dict[str, float]:
     found: dict[str, list[Tensor]] = {}
     for bias in seen:
-        for name, tensor in {**bias.views(), **bias.traces()}.items():
+        for name, tensor in {**bias.query_tensors(), **bias.key_tensors()}.items():
             short = name.rpartition(".")[2]
             if short.startswith("rate"):
                 found.setdefault(short, []).append(tensor.detach().double().flatten())

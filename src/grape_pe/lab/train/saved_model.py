@@ -39,7 +39,11 @@ def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed:
 
 
 def load_model(path: str | os.PathLike[str]) -> Decoder:
-    """The decoder of a run (its end or its newest checkpoint), of a checkpoint, or of a model directory."""
+    """The decoder of a run (its end or its newest checkpoint), of a checkpoint, or of a model directory.
+
+    Args:
+        path: a run, a checkpoint or a model directory.
+    """
     path = Path(path)
     for place in (path, path / "final"):
         if (place / "config.json").exists():

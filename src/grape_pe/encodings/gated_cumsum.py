@@ -29,7 +29,7 @@ def softplus_inverse(y: float) -> float:
     return y + math.log(-math.expm1(-y))
 
 
-class Clock(nn.Module):
+class GatedCumsum(nn.Module):
     """(B, T, C) -> (B, n, T): inclusive running sums in float64, continued from a state."""
 
     def __init__(self, width: int, clocks: int, gate: Gate, bias: float, weight_std: float = 0.0) -> None:
