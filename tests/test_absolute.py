@@ -139,7 +139,9 @@ def test_training_compiled_and_from_meta(kind):
 
 
 def test_positions_before_the_table_are_named():
-    model = Decoder(DecoderConfig(8, width=8, layers=1, heads=1, hidden=8, absolute="learned", max_positions=24))
+    model = Decoder(
+        DecoderConfig(8, width=8, layers=1, heads=1, hidden=8, absolute="learned", max_positions=24)
+    )
     with pytest.raises(ValueError, match=r"from 0 to below max_positions=24.* from -3 to 4\)"):
         model(torch.zeros(1, 8, dtype=torch.long), positions=torch.arange(-3, 5))
 

@@ -185,7 +185,9 @@ def test_products_keep_their_scale_beside_an_encoding_that_widens_q_and_k(name, 
     logits = logits.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf)
     y = attend(code.q, code.k, v, bias=code.bias, **given)
     assert (y - logits.softmax(-1) @ v.repeat_interleave(HEADS // KEYS, 1)).abs().max() < EXACT
-    assert (code.bias.dense() - by_hand(enc.parts[name], name, q, k, PLACES, DIM**-0.5)[1]).abs().max() < EXACT
+    assert (
+        code.bias.dense() - by_hand(enc.parts[name], name, q, k, PLACES, DIM**-0.5)[1]
+    ).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("impl", ("cpu", "triton", "flex", "sdpa"))

@@ -27,7 +27,9 @@ NAMES = [*grape.names(), "rope+fox", "grape-m-mix+alibi"]
 @pytest.mark.parametrize("name", NAMES)
 def test_formulas_agree_with_explicit_matrices(name):
     (layer,) = inspect(name, heads=4, head_dim=16, tokens=80).layers
-    wanted = [] if name in ("pope", "logn") else [1, 4, 16, 64]  # no matrix acts on q and k, or none by the distance
+    wanted = (
+        [] if name in ("pope", "logn") else [1, 4, 16, 64]
+    )  # no matrix acts on q and k, or none by the distance
     assert [row.distance for row in layer.spectral] == wanted
     for row in layer.spectral:
         assert row.difference < 1e-5, row
@@ -77,7 +79,9 @@ def test_no_action_is_shown_where_none_is_known(name):
     """Neither in the table nor in the picture: a factor of the query is not the identity."""
     found = inspect(name, heads=2, head_dim=8, tokens=20)
     assert not found.layers[0].spectral and not found.picture["singular"]
-    assert found.layers[0].spectral_about.startswith("no ") and found.picture["singular_about"].startswith("no ")
+    assert found.layers[0].spectral_about.startswith("no ") and found.picture["singular_about"].startswith(
+        "no "
+    )
 
 
 @pytest.mark.parametrize("width", (8, 9))
