@@ -90,11 +90,11 @@ def _spectrum_line(layer: LayerInspection) -> str:
     waves = [wave for row in layer.spectrum.wavelengths for wave in row if wave is not None]
     count = len(layer.spectrum.frequencies[0])
     groups = len(layer.spectrum.frequencies)
-    said = f"[bold]Spectrum[/bold]: {count} planes" + (f" for each of {groups} heads" if groups > 1 else "")
+    line = f"[bold]Spectrum[/bold]: {count} planes" + (f" for each of {groups} heads" if groups > 1 else "")
     if waves:
-        said += f", wavelengths {min(waves):,.1f} to {max(waves):,.1f} tokens"
+        line += f", wavelengths {min(waves):,.1f} to {max(waves):,.1f} tokens"
     moved = layer.spectrum.moved
-    return said if moved is None else f"{said}; learned, moved at most {100 * moved:.2g}% from the start"
+    return line if moved is None else f"{line}; learned, moved at most {100 * moved:.2g}% from the start"
 
 
 def _table(*columns: str) -> Any:

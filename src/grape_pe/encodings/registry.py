@@ -220,12 +220,12 @@ def _build_part(name: str, shape: HeadShape, options: dict[str, Any]) -> Encodin
 
 def _spec(name: str, shape: HeadShape, options: dict[str, Any]) -> str:
     """The call that builds it again: what `repr` shows."""
-    said: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim}
+    sizes: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim}
     if shape.kv_heads != shape.heads:
-        said["kv_heads"] = shape.kv_heads
+        sizes["kv_heads"] = shape.kv_heads
     if shape.width is not None:
-        said["width"] = shape.width
+        sizes["width"] = shape.width
     plain = {key: value for key, value in options.items() if key.isidentifier()}
     nested = {key: value for key, value in options.items() if key not in plain}
-    words = [repr(name), *(f"{key}={value!r}" for key, value in {**said, **plain}.items())]
+    words = [repr(name), *(f"{key}={value!r}" for key, value in {**sizes, **plain}.items())]
     return f"build({', '.join(words + ([f'**{nested!r}'] if nested else []))})"

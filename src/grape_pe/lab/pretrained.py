@@ -29,8 +29,8 @@ def check_source(path: Path) -> None:
 def identity_of(path: Path) -> str:
     """Names and sizes of the model's files, so that a run is not continued with another model."""
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-    said = [(p.name, p.stat().st_size) for p in files]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    sizes = [(p.name, p.stat().st_size) for p in files]
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
 
 def load_pretrained(path: Path) -> tuple[Any, Any]:

@@ -153,13 +153,13 @@ class Wishes:
 
 
 def _model_section(arm: Arm, model: Any, shared: bool) -> ModelSection:
-    said = model.to_dict()
-    heads = said["num_attention_heads"]
+    sizes = model.to_dict()
+    heads = sizes["num_attention_heads"]
     return ModelSection(
         encoding=arm.encoding, encoding_options=arm.options, shared_encoding=shared, qk_norm=False,
-        width=said["hidden_size"], layers=said["num_hidden_layers"], heads=heads,
-        kv_heads=said.get("num_key_value_heads") or heads,
-        head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-        hidden=said["intermediate_size"], vocab_size=said["vocab_size"],
-        tied=bool(said.get("tie_word_embeddings", False)),
+        width=sizes["hidden_size"], layers=sizes["num_hidden_layers"], heads=heads,
+        kv_heads=sizes.get("num_key_value_heads") or heads,
+        head_dim=sizes.get("head_dim") or sizes["hidden_size"] // heads,
+        hidden=sizes["intermediate_size"], vocab_size=sizes["vocab_size"],
+        tied=bool(sizes.get("tie_word_embeddings", False)),
     )  # fmt: skip

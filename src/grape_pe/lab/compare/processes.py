@@ -91,14 +91,14 @@ def _child(
 def _check_end(ended: _Running) -> None:
     """Raise if a task did not run to its end."""
     ended.process.join()
-    said: int | str | None = None
+    result: int | str | None = None
     with suppress(EOFError):
-        said = ended.answer.recv() if ended.answer.poll() else None
-    if isinstance(said, str):
-        raise LabError(said)
-    if said is None:
+        result = ended.answer.recv() if ended.answer.poll() else None
+    if isinstance(result, str):
+        raise LabError(result)
+    if result is None:
         raise LabError(_why(ended.task.title, ended.process.exitcode or 0))
-    if said:
+    if result:
         raise KeyboardInterrupt
 
 

@@ -221,9 +221,9 @@ def _read_state(directory: Path) -> _State | None:
 def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
-        said = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+        changes = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
         raise LabError(
-            f"{directory} was prepared with other settings ({said}); use those, or choose another --out"
+            f"{directory} was prepared with other settings ({changes}); use those, or choose another --out"
         )
 
 

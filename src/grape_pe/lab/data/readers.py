@@ -39,15 +39,15 @@ class TextReader(Reader):
 
     def _documents(self, path: Path, file: TextIO) -> Iterator[str]:
         lines: list[str] = []
-        held = 0
+        characters = 0
         for line in _decoded(path, file):
             if ends := line.strip() == TEXT_SEPARATOR:
                 line = ""
             lines.append(line)
-            held += len(line)
-            if ends or held >= TEXT_DOCUMENT:
+            characters += len(line)
+            if ends or characters >= TEXT_DOCUMENT:
                 yield "".join(lines)
-                lines, held = [], 0
+                lines, characters = [], 0
         yield "".join(lines)
 
 
@@ -107,8 +107,10 @@ class ParquetReader(Reader):
         if field not in columns or not (
             types.is_string(columns[field]) or types.is_large_string(columns[field])
         ):
-            said = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
-            raise LabError(f"{path} has no column {field!r} of text; it has {said}: choose one with --field")
+            listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+            raise LabError(
+                f"{path} has no column {field!r} of text; it has {listed}: choose one with --field"
+            )
         return file
 
     def _column(self, path: Path, file: Any, group: int, field: str) -> list[str]:

@@ -182,11 +182,11 @@ def _check_tasks(tasks: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _score(found: dict[str, Any], name: str) -> TaskScore:
-    said = found["results"].get(name)
-    if said is None:
+    result = found["results"].get(name)
+    if result is None:
         raise EvaluationError(f"{name} is a group without a score of its own; name its tasks")
     values = {
-        f"{metric}{suffix}": _float(said.get(f"{metric}{suffix},none"))
+        f"{metric}{suffix}": _float(result.get(f"{metric}{suffix},none"))
         for metric in METRICS
         for suffix in ("", "_stderr")
     }

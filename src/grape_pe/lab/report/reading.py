@@ -93,8 +93,10 @@ def _source(place: Path, notes: list[str]) -> Source:
 
 def _recipe(name: str, stored: StoredComparison) -> Recipe:
     settings, about = flat(stored.recipe), stored.comparison
-    said = (str(about.get(key, "")) for key in ("note", "evidence"))
-    return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command, *said)
+    texts = (str(about.get(key, "")) for key in ("note", "evidence"))
+    return Recipe(
+        name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command, *texts
+    )
 
 
 def _from_file(path: Path, notes: list[str]) -> Source:
@@ -121,10 +123,10 @@ def _from_comparison(directory: Path, notes: list[str]) -> Source:
 
 def _elsewhere(stored: StoredComparison) -> Iterator[str]:
     for place in stored.elsewhere:
-        said = ", ".join(
+        versions = ", ".join(
             f"{k} {v}" for part in place.values() if isinstance(part, dict) for k, v in part.items()
         )
-        yield f"some runs were made elsewhere ({said}): compare losses, not speeds"
+        yield f"some runs were made elsewhere ({versions}): compare losses, not speeds"
 
 
 @dataclass(frozen=True)
