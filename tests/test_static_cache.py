@@ -255,7 +255,7 @@ def test_refused_by_name():
     with pytest.raises(ValueError, match="offloaded caches are not supported"):
         generate(model, ids, cache_implementation="offloaded_static")
     cache = filled(model, ids, 12)
-    with pytest.raises(ValueError, match=r"cannot take tokens back.*dynamic"):
+    with pytest.raises(ValueError, match=r"cannot remove tokens.*dynamic"):
         cache.crop(-2)
     with pytest.raises(ValueError, match="holds 2 sequences, the call has 1"), torch.no_grad():
         model(ids[:1], past_key_values=cache)

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"grape-pe {__version__}")
-    add_import(top, "imports", "a module with encodings of your own; also from the current folder")
+    add_import(top, "imports", "import your module of encodings (Python's path or this folder)")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parsers(commands)

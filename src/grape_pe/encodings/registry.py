@@ -110,7 +110,7 @@ def register(name: str, cls: type[Encoding], **preset: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise TypeError(f"register expects a subclass of grape_pe.Encoding, got {cls!r}")
     if not name or set(name) & set("+@,[]/ "):
-        raise ValueError(f"{name!r} is no name for an encoding; use letters, digits and hyphens")
+        raise ValueError(f"{name!r} is not a valid encoding name; use letters, digits and hyphens")
     if name in ENTRIES and not _same_class(ENTRIES[name].cls, cls):
         raise ValueError(f"{name!r} is taken by {ENTRIES[name].cls.__qualname__}; choose another name")
     ENTRIES[name] = Entry(cls, preset)

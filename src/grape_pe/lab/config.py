@@ -203,7 +203,7 @@ def load(
     try:
         tree = recipe_tree(recipe if isinstance(recipe, Mapping) else str(recipe))
     except RecursionError:
-        raise LabError(f"the bases of {recipe} go round in a circle") from None
+        raise LabError(f"{recipe}: the recipes named by base form a cycle; remove one base") from None
     for name, value in (overrides or {}).items():
         tree = merged(tree, _nested(name, value))
     return validated(tree)
@@ -228,8 +228,8 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
     path = Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(name, shipped, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise LabError(f"no {kind} or file {name!r}; {hint}There are {', '.join(shipped)}, or any YAML file")
+        hint = f"did you mean {near[0]}? Otherwise " if near else ""
+        raise LabError(f"no {kind} or file {name!r}; {hint}choose {', '.join(shipped)}, or a YAML file")
     try:
         return _parse(path.read_text(), name)
     except (OSError, UnicodeDecodeError) as problem:
@@ -253,11 +253,11 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as problem:
-        raise LabError(f"{where} is no YAML: {' '.join(str(problem).split())}") from None
+        raise LabError(f"{where} is not valid YAML: {' '.join(str(problem).split())}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise LabError(f"{where} must hold settings by name, got a {type(tree).__name__}")
+        raise LabError(f"{where} must be a mapping of settings, such as seed: 1, got a {type(tree).__name__}")
     return tree
 
 
@@ -302,7 +302,7 @@ def _explain(error: Any, names: list[str]) -> str:
         return f"unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
     if error["type"] == "value_error":  # ours: it names the settings itself
         return str(error["msg"]).removeprefix("Value error, ")
-    return f"{name}: {error['msg']}, got {error['input']!r}"
+    return f"{name}: {str(error['msg']).replace('Input should be', 'must be')}, got {error['input']!r}"
 
 
 def field_names(kind: type[RunConfig] = RunConfig) -> list[str]:

@@ -22,7 +22,7 @@ def check_source(path: Path) -> None:
     elif not (path / "config.json").is_file():
         raise LabError(
             f"no model in {path}: expected a directory with config.json, or a {GGUF} file; "
-            "download the model first, grape adapt fetches nothing"
+            "download the model first (grape adapt reads local files only)"
         )
 
 

@@ -89,5 +89,5 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = st.load_file(path)
     except Exception as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
     return tensors

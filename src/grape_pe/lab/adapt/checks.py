@@ -51,4 +51,6 @@ def check_root(root: Path, own: Sequence[str], labels: Sequence[str]) -> None:
     others = {p.name for p in root.iterdir()} - {*own, *labels} if root.is_dir() else set()
     unknown = [name for name in sorted(others) if not (root / name / "config.yaml").is_file()]
     if unknown:
-        raise LabError(f"{root} holds {unknown[0]} and is no sweep; give an empty or new directory as --out")
+        raise LabError(
+            f"{root} holds {unknown[0]} and is not a sweep; give an empty or new directory as --out"
+        )

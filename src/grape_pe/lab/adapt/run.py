@@ -226,7 +226,7 @@ class _Run:
                 scratch.rename(place)
             except Exception as problem:  # a full disk is an error of their own in safetensors and tokenizers
                 raise LabError(
-                    f"cannot write {place}: {cause(problem)}; the checkpoints are whole: put it right and run "
+                    f"cannot write {place}: {cause(problem)}; the checkpoints are complete; fix this and run "
                     "the same command again"
                 ) from None
 

@@ -74,7 +74,7 @@ def restore(archive: Path, root: Path, comparison: Comparison, threads: int) -> 
     allowed = {job.directory(Path()).as_posix() for each in (trials, jobs) for job in each(wanted)}
     for run in runs:
         if run.get("run") not in allowed:
-            raise damaged(archive, f"{run.get('run')!r} is no run of this comparison", REWRITE)
+            raise damaged(archive, f"{run.get('run')!r} is not a run of this comparison", REWRITE)
     if (root / COMPARISON).exists():
         join_directory(root, before.comparison, before.threads)
     else:
@@ -91,7 +91,7 @@ def _read(archive: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise LabError(f"there is no file {archive}; grape report DIR --jsonl {archive} writes one")
     first, *rest = read_json_lines(archive, REWRITE) or [{}]
     if first.pop("kind", None) != "comparison" or "comparison" not in first:
-        raise LabError(f"{archive} has no settings to go on with; {REWRITE}")
+        raise LabError(f"{archive} has no settings to continue with; {REWRITE}")
     return first, rest
 
 

@@ -103,9 +103,9 @@ def _check_end(ended: _Running) -> None:
 
 
 def _why(title: str, code: int) -> str:
-    kept = "what is done is kept: run the same command again"
+    kept = "finished work is kept; run the same command again"
     if code == -signal.SIGKILL:
-        return f"{title}: its process was killed, perhaps for want of memory; {kept}, with fewer --jobs"
+        return f"{title}: its process was killed, perhaps out of memory; {kept}, with fewer --jobs"
     if code < 0:
         return f"{title}: its process was ended by signal {-code}; {kept}"
     return f"{title}: its process ended with code {code} and the error above; {kept}"

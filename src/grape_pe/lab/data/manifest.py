@@ -90,6 +90,6 @@ def _why_none(directory: Path) -> str:
     if (directory / PROGRESS).exists():
         return f"the dataset in {directory} is not finished; run its `grape data prepare` again to continue"
     return (
-        f"{directory} has no {MANIFEST}, so it is no dataset; for a directory of .bin shards run: "
+        f"{directory} has no {MANIFEST}, so it is not a dataset; for a directory of .bin shards run: "
         f"grape data adopt {directory} --tokenizer gpt2"
     )

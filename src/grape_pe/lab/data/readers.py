@@ -101,7 +101,7 @@ class ParquetReader(Reader):
         try:
             file = require("pyarrow.parquet", "lab").ParquetFile(path)
         except (arrow.ArrowException, OSError) as error:
-            raise LabError(f"{path} is no readable parquet file: {str(error).splitlines()[0]}") from error
+            raise LabError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
         columns = {column.name: column.type for column in file.schema_arrow}
         types = arrow.types
         if field not in columns or not (
@@ -126,7 +126,7 @@ def _decoded(path: Path, file: TextIO) -> Iterator[str]:
         yield from file
     except UnicodeDecodeError as error:
         raise LabError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start} of a block"
+            f"{path} is not UTF-8 text ({error.reason}); convert it to UTF-8 or leave it out"
         ) from error
 
 

@@ -60,7 +60,7 @@ def passkey_scores(
     if not 0 <= others <= len(OTHERS):
         raise EvaluationError(f"others must be from 0 to {len(OTHERS)}, got {others}")
     if cases < 1 or not lengths:
-        raise EvaluationError(f"lengths and cases must be given, got {list(lengths)} and {cases}")
+        raise EvaluationError(f"lengths and cases must be at least 1, got {list(lengths)} and {cases}")
     out = []
     for length in lengths:
         for depth in depths:
