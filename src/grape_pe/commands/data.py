@@ -20,7 +20,7 @@ SOURCES = (
 def add_parsers(commands: Commands) -> None:
     example = "grape data prepare builtin --tokenizer bytes --out data/python"
     data = add_command(commands, "data", None, "prepare and check datasets of tokens", example)
-    kinds = data.add_subparsers(title="what to do", metavar="WHAT", required=True)
+    kinds = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_prepare(kinds)
     _add_adopt(kinds)
     for name, run, about in (
@@ -28,35 +28,47 @@ def add_parsers(commands: Commands) -> None:
         ("verify", _verify, "check each shard's length, hash and tokens"),
     ):
         parser = add_command(kinds, name, run, about, f"grape data {name} data/python")
-        parser.add_argument("directory", help="a prepared dataset")
+        parser.add_argument("directory", metavar="DIR", help="a prepared dataset")
 
 
 def _add_prepare(kinds: Commands) -> None:
     about = "turn text into shards of tokens with a manifest"
     parser = add_command(kinds, "prepare", _prepare, about, PREPARE_EXAMPLES)
-    parser.add_argument("source", nargs="+", help=SOURCES)
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help=SOURCES)
     parser.add_argument(
-        "--out", required=True, help="the dataset's directory: new, empty, or to be continued"
+        "--out", required=True, metavar="DIR", help="directory of the dataset: new, empty, or one to continue"
     )
     parser.add_argument(
         "--tokenizer",
         help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of fineweb-edu, gpt2)",
     )
-    parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
-    parser.add_argument("--config", help="configuration of a Hugging Face dataset")
-    parser.add_argument("--split", default="train", help="its split (default: train)")
-    parser.add_argument("--shard-tokens", type=_count, default=10**8, help="tokens per shard (default: 1e8)")
-    parser.add_argument("--max-tokens", type=_count, help="stop after this many tokens, such as 1e9")
-    parser.add_argument("--validation", type=float, default=0.005, help="validation share (default: 0.005)")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
+        "--field", default="text", metavar="NAME", help="field or column with the text (default: text)"
+    )
+    parser.add_argument("--config", metavar="NAME", help="configuration of a Hugging Face dataset")
+    parser.add_argument(
+        "--split", default="train", metavar="NAME", help="split of a Hugging Face dataset (default: train)"
+    )
+    parser.add_argument(
+        "--shard-tokens", type=_count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="stop after this many tokens, such as 1e9"
+    )
+    parser.add_argument(
+        "--validation", type=float, default=0.005, metavar="SHARE", help="validation share (default: 0.005)"
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes (default: all cores)"
     )
 
 
 def _add_adopt(kinds: Commands) -> None:
     about = "write a manifest beside .bin shards that exist already"
     parser = add_command(kinds, "adopt", _adopt, about, "grape data adopt fineweb/ --tokenizer gpt2")
-    parser.add_argument("directory", help="where the .bin files are; ..._val_000000.bin is for validation")
+    parser.add_argument(
+        "directory", metavar="DIR", help="where the .bin files are; ..._val_000000.bin is for validation"
+    )
     parser.add_argument(
         "--tokenizer", default="gpt2", help="tokenizer of the shards: gpt2, bytes or a path (default: gpt2)"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ def add_command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help,
-        description=description or help[0].upper() + help[1:] + ".",
+        description=wrapped(description or help[0].upper() + help[1:] + "."),
         epilog=f"Example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -26,6 +28,12 @@ def add_command(
     if run is not None:
         parser.set_defaults(run=run)
     return parser
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs at the width of the terminal, for the formatter that keeps the lines of the examples."""
+    width = min(shutil.get_terminal_size().columns, 110) - 2
+    return "\n\n".join(textwrap.fill(part, width) for part in text.split("\n\n"))
 
 
 def add_import(parser: argparse.ArgumentParser, dest: str, help: str) -> None:

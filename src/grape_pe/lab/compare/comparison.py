@@ -267,7 +267,7 @@ def joined(root: Path, before: Begun, new: Comparison, threads: int) -> Comparis
     if changed:
         raise LabError(
             f"{root} holds a comparison with another {', '.join(changed)}; results would not be comparable: "
-            "give the same settings, or another --out"
+            "give the same settings, or another --out (or --from)"
         )
     known = {arm.label: arm for arm in old.arms}
     for arm in new.arms:
