@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from .errors import OK, CommandError
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, add_command, add_json, natural, positive
 
 
 def add_parsers(commands: Commands) -> None:
@@ -26,10 +26,12 @@ def add_parsers(commands: Commands) -> None:
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="directory or Hub name of the tokenizer (default: the model's)"
     )
-    parser.add_argument("--shots", type=int, default=0, metavar="N", help="few-shot examples (default: 0)")
-    parser.add_argument("--limit", type=int, metavar="N", help="most questions per task")
     parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="questions per batch (default: 8)"
+        "--shots", type=natural, default=0, metavar="N", help="few-shot examples (default: 0)"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="most questions per task")
+    parser.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="questions per batch (default: 8)"
     )
     parser.add_argument("--output", metavar="FILE", help="write the scores to this JSON file")
     add_json(parser)
@@ -49,10 +51,10 @@ def _add_passkey(kinds: Commands) -> None:
         help="text lengths in tokens (default: 256,512,1024,2048,4096)",
     )
     parser.add_argument(
-        "--cases", type=int, default=4, metavar="N", help="texts for each length and depth (default: 4)"
+        "--cases", type=positive, default=4, metavar="N", help="texts for each length and depth (default: 4)"
     )
     parser.add_argument(
-        "--others", type=int, default=0, metavar="N", help="distractor numbers in each text (default: 0)"
+        "--others", type=natural, default=0, metavar="N", help="distractor numbers in each text (default: 0)"
     )
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="directory or Hub name of the tokenizer (default: the model's)"

@@ -44,5 +44,19 @@ def add_import(parser: argparse.ArgumentParser, dest: str, help: str) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """The type of an option that takes 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """The type of an option that takes 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
+    return int(text)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")

@@ -292,10 +292,11 @@ def checked(kind: type[Checked], tree: Mapping[str, Any], names: list[str]) -> C
     try:
         return kind.model_validate(tree)
     except ValidationError as problem:
-        raise LabError("; ".join(_explain(error, names) for error in problem.errors())) from None
+        raise LabError("; ".join(explained(error, names) for error in problem.errors())) from None
 
 
-def _explain(error: Any, names: list[str]) -> str:
+def explained(error: Any, names: list[str]) -> str:
+    """One of pydantic's errors: the setting, what it must be, and the value."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

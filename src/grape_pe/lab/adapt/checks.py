@@ -40,7 +40,7 @@ def read_arms(encodings: Sequence[str]) -> list[Arm]:
     except ValueError as problem:
         raise LabError(str(problem)) from None
     if not arms or len({arm.label for arm in arms}) < len(arms):
-        raise LabError(f"give encodings, each once; got {', '.join(encodings) or 'none'}")
+        raise LabError(f"name one encoding or more, each once; got {', '.join(encodings) or 'none'}")
     return arms
 
 

@@ -19,6 +19,8 @@ from ..config import (
     RunConfig,
     Section,
     TrainSection,
+    explained,
+    field_names,
 )
 from ..errors import LabError
 from ..evaluate.lengths import FACTORS
@@ -120,9 +122,7 @@ class Wishes:
                 ),
             )  # fmt: skip
         except ValidationError as problem:
-            error = problem.errors()[0]
-            name = ".".join(map(str, error["loc"]))
-            raise LabError(f"{name}: {error['msg']}, got {error['input']!r}") from None
+            raise LabError("; ".join(explained(error, field_names()) for error in problem.errors())) from None
 
     def _fade(self, encoding: str) -> int:
         """Half of the steps for an encoding of biases alone: the model leaves its rotation gradually."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import damaged, read_json, read_json_lines, write_json, write_text
+from ..files import damaged, read_json, read_json_lines, write_json, write_text, writing
 from ..train.run_directory import ENVIRONMENT, surroundings
 from .comparison import (
     AGAIN,
@@ -47,6 +47,8 @@ def write_archive(root: Path, out: Path) -> Path:
     ]
     about = {"data": _data(found), **read_json(root / COMPARISON, RESTORE)}
     lines = [{"kind": "comparison", **about}, *(_line(root, path) for path in found)]
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return out
 

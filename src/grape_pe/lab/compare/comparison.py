@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
+from ..config import Positive, RunConfig, Section, checked, flat, load, merged, read_shipped, validated
 from ..errors import LabError
 from ..files import contents, damaged, read_json, write_json
 from ..tasks import build_task
@@ -257,11 +257,22 @@ def read_described(stored: dict[str, Any], path: Path, remedy: str) -> Begun:
         raise damaged(path, problem, remedy) from None
 
 
+def _change(name: str, old: Any, new: Any) -> str:
+    """How a setting, or those of a recipe, differ; empty if they do not."""
+    if old == new:
+        return ""
+    if not isinstance(old, RunConfig):
+        return f"{name} ({old!r} -> {new!r})"
+    before, after = flat(old), flat(new)
+    return f"{name} ({', '.join(f'{k}: {v!r} -> {after[k]!r}' for k, v in before.items() if v != after[k])})"
+
+
 def joined(root: Path, before: Begun, new: Comparison, threads: int) -> Comparison:
     """The arms, seeds and tasks of both; whatever else differs is refused by name. `root` is named in errors."""
     old = before.comparison
     fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name", "note", "evidence"}
-    changed = [name for name in sorted(fixed) if getattr(old, name) != getattr(new, name)]
+    changed = [_change(name, getattr(old, name), getattr(new, name)) for name in sorted(fixed)]
+    changed = [change for change in changed if change]
     if before.threads != threads:
         changed.append(f"threads a run ({before.threads} -> {threads}; see --jobs)")
     if changed:

@@ -209,5 +209,7 @@ def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any,
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or checkpoint)
     except Exception as error:  # of transformers, tokenizers and safetensors, each of its own kind
         hint = "" if tokenizer else "; if it has no tokenizer, give one with --tokenizer"
+        if (Path(checkpoint) / "final").is_dir():
+            hint = f"; it is a run, whose model is {Path(checkpoint) / 'final'}"
         raise EvaluationError(f"cannot load {checkpoint}: {cause(error)}{hint}") from error
     return model.eval().to(default_device()), words

@@ -85,7 +85,9 @@ def _text(
     needle, question, filler = ids(NEEDLE) + secret + ids(AGAIN), ids(QUESTION), ids(FILLER)
     room = length + 1 - len(begin) - len(needle) - len(question) - len(secret) - sum(map(len, more))
     if room < 0:
-        raise EvaluationError(f"a text of {length} tokens is too short; the shortest has {length - room}")
+        raise EvaluationError(
+            f"passkey texts need at least {length - room} tokens, got {length}; give longer --lengths"
+        )
     before = round(depth * room)
     around = [filler[i % len(filler)] for i in range(room)]
     parts = sorted(
