@@ -213,6 +213,10 @@ def _options_of(part: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _build_part(name: str, shape: HeadShape, options: dict[str, Any]) -> Encoding:
     known = entry(name)
+    for key, default in known.options().items():
+        if isinstance(default, (int, float)) and isinstance(options.get(key), str):
+            kind = "True or False" if isinstance(default, bool) else "a number"
+            raise TypeError(f"{key} of {name} must be {kind}, got {options[key]!r}")
     part = known.cls(shape, **{**known.preset, **known.defaults, **options})
     part.spec = _spec(name, shape, options)
     return part
