@@ -57,10 +57,11 @@ class Contestant:
         number, parts = next(self.coming)
         waited = time.perf_counter() - began
         rate = learning_rate(number, self.trainer.config.train)
-        loss = self.trainer._update(number, parts, rate, self.signals)[0]
+        self.trainer._update(number, parts, rate, self.signals)
+        self.trainer._read()
         self.steps.append(time.perf_counter() - began)
         self.waits.append(waited)
-        return loss
+        return self.trainer.last.loss
 
 
 def contestant(config: RunConfig, feed: Feed, directory: Path, stack: ExitStack) -> Contestant:

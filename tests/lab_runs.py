@@ -68,10 +68,10 @@ class Running:
     def alive(self) -> bool:
         return any(process.is_alive() for process in self.processes)
 
-    def wait(self) -> tuple[int, str]:
+    def wait(self, limit: float = LIMIT) -> tuple[int, str]:
         """The first rank's exit code (negative: killed by that signal) and all that was printed."""
         for process in self.processes:
-            process.join(LIMIT)
+            process.join(limit)
         hanging = self.alive()
         for process in self.processes:
             process.kill()
@@ -79,7 +79,7 @@ class Running:
         text = "".join(path.read_text() for path in self.said)
         for path in self.said:
             path.unlink()
-        assert not hanging, f"still running after {LIMIT} s: {text}"
+        assert not hanging, f"still running after {limit} s: {text}"
         return self.processes[0].exitcode, text
 
 

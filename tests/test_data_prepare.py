@@ -16,7 +16,16 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("pyarrow")
 
 from data_cases import KINDS, OPTIONS, TEXTS, documents_of, files_of, jsonl_files, parquet_file, text_files
-from grape_pe.lab.data import adopt, builtin, load_tokenizer, open_dataset, open_source, prepare, verify
+from grape_pe.lab.data import (
+    adopt,
+    builtin,
+    default_tokenizer,
+    load_tokenizer,
+    open_dataset,
+    open_source,
+    prepare,
+    verify,
+)
 from grape_pe.lab.data.splitting import held_out, without_repeats
 from grape_pe.lab.errors import LabError
 
@@ -149,6 +158,43 @@ def test_fineweb_by_name() -> None:
     for name, config in (("fineweb-edu-10B", "sample-10BT"), ("fineweb-edu-100B", "sample-100BT")):
         said = open_source(name).settings()
         assert (said["source"], said["config"]) == ("hf:HuggingFaceFW/fineweb-edu", config)
+
+
+def test_openwebtext_by_name() -> None:
+    assert open_source("openwebtext").settings()["source"] == "hf:Skylion007/openwebtext"
+    assert default_tokenizer(["openwebtext"]) == "gpt2"
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_parts_are_disjoint_and_whole_and_can_be_continued(hub: bool, tmp_path: Path) -> None:
+    for number in range(5):
+        lines = [json.dumps({"text": f"{number}-{line}"}) for line in range(6)]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    name = f"hf:{tmp_path}" if hub else str(tmp_path)
+    parts = [open_source(name, part=(i, 2)) for i in range(2)]
+    found = [list(part.documents()) for part in parts]
+    assert sorted(found[0] + found[1]) == sorted(open_source(name).documents()) and len(found[0]) == 18
+    assert parts[0].settings() != parts[1].settings() and parts[0].settings() != open_source(name).settings()
+    stream = parts[1].documents()
+    begun = [next(stream) for _ in range(8)]
+    rest = open_source(name, part=(1, 2)).documents(parts[1].cursor())
+    assert begun + list(rest) == found[1]
+    with pytest.raises(LabError, match="--part i/n"):
+        list(open_source(name, part=(0, 6)).documents())
+
+
+def test_parts_prepared_apart_become_one_dataset(tmp_path: Path) -> None:
+    """As the documentation says: prepare each part, give the shards names of their own, adopt them."""
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 200)
+    (tmp_path / "whole").mkdir()
+    for part in range(2):
+        source = open_source(str(tmp_path / "*.txt"), part=(part, 2))
+        out = prepare(source, tmp_path / f"part-{part}", tokenizer="bytes", validation=0.2)
+        for shard in out.glob("*.bin"):
+            shard.rename(tmp_path / "whole" / f"{part}_{shard.name}")
+    manifest = open_dataset(adopt(tmp_path / "whole", tokenizer="bytes")).manifest
+    assert len(manifest.of("val")) == len(manifest.of("train")) == 2
 
 
 def test_a_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:

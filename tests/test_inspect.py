@@ -55,7 +55,7 @@ def test_the_relative_law_on_live_models(name):
     view = observe(model, torch.randint(0, 64, (48,)))[0]
     law = inspect_layer(view).law
     if view.encoding.breaks_relative_law:
-        assert name in ("grape-ap", "logn")
+        assert name in ("grape-ap", "logn", "fire")
         assert law.holds is None and law.residual > 1e-3 and "not promised" in law.note
     elif name == "liere":  # matrix_exp of 1000 generators: see how far its accuracy reaches
         assert law.residual < 1e-3

@@ -18,9 +18,10 @@ pytest.importorskip("pydantic")
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.train.checkpoint import Checkpoints, TrainingState
-from grape_pe.lab.train.distributed import World, check_split
+from grape_pe.lab.train.distributed import World, check_split, world
 from grape_pe.lab.train.metrics import read_metrics
 from grape_pe.lab.train.trainer import train
+from grape_pe.testing import TOL
 from lab_runs import grape, start, tiny_config, tiny_data, words
 
 TOLERANCE = 1e-5
@@ -90,6 +91,24 @@ def test_two_ranks_learn_what_one_process_learns(
         assert continued(copy, data, ranks=1) == pytest.approx(curve(alone), abs=TOLERANCE)
 
 
+HALF = {"train__precision": "bf16", "train__recompute": True, "train__micro_batch": 1}
+
+
+@pytest.mark.parametrize("layout", [
+    {"train__strategy": "fsdp"},
+    pytest.param({"train__strategy": "fsdp", "train__compile": True}, marks=pytest.mark.slow),
+    pytest.param({"train__strategy": "ddp", "train__compile": True}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_two_ranks_in_bfloat16_with_recomputation(
+    layout: dict[str, object], data: Path, alone: Path, tmp_path: Path
+) -> None:
+    """Against one process in float32: all that separates them is the rounding of bfloat16."""
+    run = tmp_path / "run"
+    code, said = start(words(data, run, **SIZES, **HALF, **layout), ranks=2).wait(limit=900)  # it may compile
+    assert code == 0, said
+    assert curve(run) != curve(alone) and curve(run) == pytest.approx(curve(alone), abs=TOL[torch.bfloat16])
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_checkpoint_of_one_process_continues_on_two_ranks(
     strategy: str, data: Path, alone: Path, tmp_path: Path
@@ -118,6 +137,16 @@ def test_a_refusal_is_told_by_every_rank(data: Path, alone: Path) -> None:
 def test_a_batch_that_cannot_be_shared(changes: dict, ranks: int, says: str) -> None:
     with pytest.raises(LabError, match=says):
         check_split(load("demo", changes), ranks)
+
+
+def test_restarts_in_the_store_of_the_dead_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {"WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LabError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"), world(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("total, size", [(8, 1), (8, 3), (2, 5), (0, 2)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +175,62 @@ def test_what_does_not_change_the_mathematics_may_change(data: Path, tmp_path: P
     given = arguments(data, run, train__steps=6, train__micro_batch=1, train__keep=5, train__recompute=True)
     code, said = grape([*given, "--resume"])
     assert code == 0, said
+
+
+def test_a_wsd_run_may_grow_until_its_decay_begins(data: Path, tmp_path: Path) -> None:
+    """It ends as the run that was longer from the start."""
+    wsd = {"train__schedule": "wsd", "train__decay": 0.25, "train__eval_every": 0}
+    whole, grown = tmp_path / "whole", tmp_path / "grown"
+    assert grape(arguments(data, whole, train__steps=12, **wsd))[0] == 0
+    short = arguments(data, grown, train__steps=8, train__keep=9, **wsd)
+    assert grape(short)[0] == 0
+    longer = [*arguments(data, grown, train__steps=12, train__keep=9, **wsd), "--resume"]
+    code, said = grape(longer)
+    assert code == 2 and "at step 8 its decay has begun, after step 6; remove" in said
+    for late in (7, 8):
+        shutil.rmtree(grown / f"checkpoints/step-{late:08d}")
+    code, said = grape([*longer, "--train.lr", "0.5"])
+    assert code == 2 and "begun with another configuration" in said
+    assert grape(longer)[0] == 0
+    assert losses(grown)[-4:] == losses(whole)[-4:] and weights(grown) == weights(whole)
+    assert grape(longer)[0] == 0  # config.yaml has grown with it
+    code, said = grape([*short, "--resume"])
+    assert code == 2 and "train.steps: 12 -> 8" in said
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_job_again_when_a_rank_was_killed(data: Path, tmp_path: Path) -> None:
+    """One of two ranks dies between checkpoints; nobody types a command, and the end is the same to the last bit.
+
+    A store of its own for each attempt: in the shared one, ranks find the addresses of those that died (torch 2.13).
+    """
+    from psutil import Process
+
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    sizes = {
+        "train__steps": 400,
+        "train__checkpoint_every": 20,
+        "train__strategy": "fsdp",
+        "train__eval_every": 200,
+    }
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    plain = [*launch, "-m", "grape_pe.cli", *arguments(data, whole, **sizes)]
+    subprocess.run(plain, check=True, capture_output=True)
+    given = ["--max-restarts=2", "-m", "grape_pe.cli", *arguments(data, broken, **sizes), "--resume"]
+    own = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    running = subprocess.Popen([*launch, *given], env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    killed: set[int] = set()
+    for beyond in (20, 200):
+        while running.poll() is None and newest(broken) < beyond:
+            time.sleep(0.01)
+        assert running.poll() is None
+        ranks = [child.pid for child in Process(running.pid).children()]
+        assert len(ranks) == 2 and not killed & set(ranks)
+        killed |= set(ranks)
+        os.kill(ranks[1], signal.SIGKILL)
+    _, said = running.communicate(timeout=600)
+    assert running.returncode == 0, said.decode()
+    assert losses(broken) == losses(whole) and weights(broken) == weights(whole)
 
 
 def test_newest_and_best_are_kept(data: Path, tmp_path: Path) -> None:

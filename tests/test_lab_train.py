@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -11,16 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("pydantic")
 
 from grape_pe.lab.config import load
+from grape_pe.lab.errors import Diverged
 from grape_pe.lab.progress import ProgressLine
 from grape_pe.lab.train.distributed import World
 from grape_pe.lab.train.encoding_metrics import encoding_summary
 from grape_pe.lab.train.feed import open_feed, vocabulary
 from grape_pe.lab.train.metrics import read_metrics
 from grape_pe.lab.train.optimization import initialise, learning_rate
+from grape_pe.lab.train.run_directory import latest_metrics
+from grape_pe.lab.train.signals import StopSignals
 from grape_pe.lab.train.trainer import Trainer, train
 from grape_pe.models import Decoder, load_decoder
 from lab_runs import tiny_config, tiny_data
@@ -162,6 +168,20 @@ def test_metrics_every_few_steps(data: Path, tmp_path: Path) -> None:
     assert [x["step"] for x in read_metrics(tmp_path / "run") if x["kind"] == "train"] == [4, 6]
 
 
+def test_the_newest_line_is_found_from_the_end_of_the_file(data: Path, tmp_path: Path) -> None:
+    """Also where the end that is read begins inside a line, and the last line is half written."""
+    curve(data, tmp_path)
+    run = tmp_path / "run"
+    lines = read_metrics(run)
+    for kind in ("train", "encoding"):
+        assert latest_metrics(run, kind) == [line for line in lines if line["kind"] == kind][-1]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 7, "lo')
+    last = json.dumps(lines[-1])
+    assert latest_metrics(run, lines[-1]["kind"], tail=len(last) + 60) == lines[-1]
+    assert latest_metrics(run, "train", tail=40) == {} == latest_metrics(tmp_path, "train")
+
+
 def test_summaries_tell_what_an_encoding_has_learned() -> None:
     """Against values set by hand: slopes, frequencies, the bias at a distance."""
     ids = torch.zeros(1, 20, dtype=torch.long)
@@ -292,3 +312,77 @@ def test_two_runs_of_one_name_are_two_runs_on_wandb(data: Path, tmp_path: Path, 
         config = tiny_config(data, train__steps=steps, train__warmup=0, log__wandb="x")
         train(config, tmp_path / where / "rope-s0", resume=True, quiet=True)
     assert told[0] != told[1] and told[0] == told[2]
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that Python takes from tensors: on a GPU, each would wait for the device."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.seen += op is torch.ops.aten._local_scalar_dense.default
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_from_the_device(data: Path, tmp_path: Path) -> None:
+    """But the number of targets, which the host has; the losses are read at steps that log them."""
+    config = tiny_config(data, train__micro_batch=2, log__every=100)
+    feed = open_feed(config, World())
+    trainer = Trainer(config, tmp_path, feed, World(), quiet=True)
+    for step in range(3):
+        parts = [feed.batches.batch(step, rows) for rows in trainer._rows(step)]
+        with Reads() as reads:
+            trainer._update(step, parts, 1e-3, StopSignals())
+        assert reads.seen == len(parts) == 2
+    trainer._read()
+    assert trainer.last.step == 2 and 0 < trainer.last.loss < 10
+
+
+def test_not_a_number_stops_before_its_step_also_if_it_is_seen_later(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three more steps were queued: the weights and moments are still those before the bad one."""
+    config = tiny_config(data)
+    feed = open_feed(config, World())
+    loss_of = Trainer._loss
+    monkeypatch.setattr(
+        Trainer, "_loss", lambda self, part, count: loss_of(self, part, count) * self.factor[self.at]
+    )
+    good, bad = (Trainer(config, tmp_path, feed, World(), quiet=True) for _ in range(2))
+    for trainer, last in ((good, 4), (bad, 7)):
+        trainer.factor = [1.0] * 4 + [math.nan] + [1.0] * 3
+        for trainer.at in range(last):
+            parts = [feed.batches.batch(trainer.at, range(4))]
+            trainer._update(trainer.at, parts, 1e-3, StopSignals())
+    with pytest.raises(Diverged, match="stopped at step 4: the loss is nan"):
+        bad._read()
+    for ours, theirs in zip(bad.decoder.parameters(), good.decoder.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    moments = [[s for p in t.optimizer.state.values() for s in p.values()] for t in (bad, good)]
+    assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
+
+
+def test_steps_with_a_large_gradient_are_skipped_and_recorded(data: Path, tmp_path: Path) -> None:
+    """The first step changes nothing at all if its gradient is too large; ordinary steps are not touched."""
+    train(tiny_config(data, train__steps=3), tmp_path / "usual", quiet=True)
+    usual = [line for line in read_metrics(tmp_path / "usual") if line["kind"] == "train"]
+    for name, limit, skipped in (("high", 1e3, []), ("low", 1e-9, [1, 2, 3])):
+        config = tiny_config(data, train__steps=3, train__skip_above=limit, log__every=3)
+        train(config, tmp_path / name, quiet=True)
+        lines = read_metrics(tmp_path / name)
+        records = [line for line in lines if line["kind"] == "skipped"]
+        assert [line["step"] for line in records] == skipped
+        last = next(line for line in lines if line["kind"] == "train")
+        assert (last["loss"] == usual[-1]["loss"]) == (not skipped)
+    assert records[0]["loss"] == usual[0]["loss"] and records[0]["grad_norm"] == usual[0]["grad_norm"]
+    start = Trainer(config, tmp_path, open_feed(config, World()), World(), quiet=True).decoder
+    end = load_decoder(tmp_path / "low/final")
+    assert all(torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
+
+
+def test_a_trace_of_three_steps(data: Path, tmp_path: Path) -> None:
+    train(tiny_config(data, train__steps=5, log__profile=2), tmp_path / "run", quiet=True)
+    trace = json.loads((tmp_path / "run/profile/rank-0.json").read_text())
+    steps = [e for e in trace["traceEvents"] if e.get("name", "").startswith("Optimizer.step#")]
+    assert len(steps) == 3
+    assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -127,7 +127,7 @@ def test_token_losses_in_pieces(monkeypatch):
     hidden, head, targets = torch.randn(2, 9, 4), torch.randn(V, 4), words(2, 9)
     targets[0, 3] = -100
     whole = token_losses(hidden, head, targets)
-    monkeypatch.setattr(language, "CHUNK_ELEMENTS", 4 * V)
+    monkeypatch.setattr("grape_pe.models.loss.CHUNK_ELEMENTS", 4 * V)
     close(token_losses(hidden, head, targets), whole)
     assert whole[0, 3] == 0 and (whole > 0).sum() == 17
 

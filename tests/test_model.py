@@ -264,6 +264,20 @@ def test_cross_entropy_is_torchs(chunk, monkeypatch):
         close(a, b, torch.float32)
 
 
+def test_a_gpu_forms_the_logits_of_a_paper_batch_in_few_chunks(monkeypatch):
+    """80 GB: 16,384 tokens of a vocabulary of 50,304 in three chunks; the CPU keeps to its cache."""
+    from types import SimpleNamespace
+
+    from grape_pe.models import loss
+
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
+    )
+    head = SimpleNamespace(shape=(50304, 8), device=torch.device("cuda"))
+    assert loss.chunk_rows(head) == 80 * 2**30 // 256 // 50304 and -(-16384 // loss.chunk_rows(head)) == 3
+    assert loss.chunk_rows(torch.empty(50304, 0)) == 166
+
+
 def test_rows_without_a_target_are_not_computed(monkeypatch):
     from grape_pe.models import loss
 

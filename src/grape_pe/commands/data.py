@@ -13,7 +13,7 @@ PREPARE_EXAMPLES = """grape data prepare builtin --tokenizer bpe-2048 --out data
 If it is killed or the disk is full, run the same command again to continue. --workers does not change the result."""
 SOURCES = (
     "builtin (text of the running Python); text, jsonl or parquet files, directories and globs; "
-    "hf:NAME (a Hugging Face dataset, streamed); fineweb-edu-10B, fineweb-edu-100B"
+    "hf:NAME (a Hugging Face dataset, streamed); fineweb-edu-10B, fineweb-edu-100B, openwebtext"
 )
 
 
@@ -40,8 +40,10 @@ def _add_prepare(kinds: Commands) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of fineweb-edu, gpt2)",
+        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of named sources, gpt2)",
     )
+    parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N",
+                        help="prepare part I of N (from 1), for several machines")  # fmt: skip
     parser.add_argument(
         "--field", default="text", metavar="NAME", help="field or column with the text (default: text)"
     )
@@ -74,6 +76,14 @@ def _add_adopt(kinds: Commands) -> None:
     )
 
 
+def _part(text: str) -> tuple[int, int]:
+    """2/16 as (1, 16)."""
+    number, _, parts = text.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, such as 2/16, got {text}")
+    return int(number) - 1, int(parts)
+
+
 def _count(text: str) -> int:
     """A whole number, also as 1e9."""
     try:
@@ -88,7 +98,9 @@ def _count(text: str) -> int:
 def _prepare(options: argparse.Namespace) -> int:
     from ..lab.data import default_tokenizer, open_source, prepare
 
-    source = open_source(options.source, field=options.field, config=options.config, split=options.split)
+    source = open_source(
+        options.source, field=options.field, config=options.config, split=options.split, part=options.part
+    )
     prepare(
         source,
         options.out,

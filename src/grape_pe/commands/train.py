@@ -37,9 +37,15 @@ def add_parsers(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print model size, cost and schedule, then exit"
     )
+    parser.add_argument(
+        "--ranks", type=int, default=0, metavar="N", help="with --dry-run: number of processes"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     add_json(parser)
     listing = add_command(commands, "recipes", run_recipes, "list the recipes", "grape recipes --json")
+    listing.add_argument(
+        "--rows", action="store_true", help="the runs of the paper's tables, with their cost"
+    )
     add_json(listing)
 
 
@@ -119,10 +125,13 @@ def report(outcome: Any, as_json: bool) -> int:
 def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     import os
 
-    from ..lab.train.estimate import describe, estimate
+    from ..lab.train.describe import describe
+    from ..lab.train.distributed import check_split
+    from ..lab.train.estimate import estimate
     from ..lab.train.feed import vocabulary
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    check_split(config, ranks)
     size = vocabulary(config)
     print(
         json.dumps(asdict(estimate(config, size, ranks))) if options.json else describe(config, size, ranks)
@@ -139,6 +148,11 @@ def run_recipes(options: argparse.Namespace) -> int:
     _require_configuration()
     from ..lab.config import load, recipe_names
 
+    if options.rows:
+        from ..lab.train.describe import PAPER_GPUS, describe_rows, paper_rows
+
+        print(json.dumps(dict(paper_rows())) if options.json else describe_rows(PAPER_GPUS))
+        return OK
     recipes = {name: load(name) for name in recipe_names()}
     if options.json:
         print(json.dumps({name: config.model_dump() for name, config in recipes.items()}, indent=2))

@@ -27,7 +27,7 @@ class CoPE(Encoding):
     facts = (
         Facts(
             name="cope",
-            about="adds the query's product with an embedding of a gated count of the tokens in between",
+            about="embeds a gated count of the tokens in between",
             formula="b(t, j) = ⟨q_t, e[p_{tj}]⟩, p_{tj} = Σ_{l=j}^t σ(⟨q_t, k_l⟩/√D)",
             group="none: the count adds up along the path, but its embedding is no homomorphism",
             source="Golovneva et al., 2024, CoPE, arXiv:2405.18719",

@@ -35,7 +35,7 @@ class DAPE(Encoding):
     facts = (
         Facts(
             name="dape",
-            about="adds a bias that a network over all heads makes of their scores and kernels",
+            about="adds a network's function of all heads' scores",
             formula="b(t, j) = B(t, j) + f(⟨q_t, k_j⟩/√D, B(t, j)), B as `kerple-log`, f over the heads",
             group="none: a network of scores and of a kernel of the distance",
             source="Zheng et al., 2024, DAPE, arXiv:2405.14722",

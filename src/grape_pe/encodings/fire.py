@@ -33,7 +33,7 @@ class FIRE(Encoding):
     facts = (
         Facts(
             name="fire",
-            about="adds a learned function of the distance relative to the context so far",
+            about="adds a learned function of the relative distance",
             formula="b(t, j) = f_h(log(1 + c |t − j|) / log(1 + c max(L, t)))",
             group="none: a function of the distance and, beyond L, of the query's position",
             source="Li et al., 2024, FIRE, arXiv:2310.04418",

@@ -113,8 +113,11 @@ class TrainSection(Section):
     beta2: Fraction = 0.95
     weight_decay: NonNegative = Field(0.01, description="on everything but norms")
     clip: NonNegative = Field(1.0, description="largest gradient norm; 0: no clipping")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, weights stay float32")
-    compile: bool = Field(False, description="torch.compile")
+    skip_above: NonNegative = Field(0.0, description="skip steps with a larger gradient norm; 0: none")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: autocast, or under fsdp bf16 copies of the weights, which stay float32"
+    )
+    compile: bool = Field(False, description="torch.compile, block by block")
     recompute: bool = Field(False, description="activation checkpointing: less memory, a third more time")
     strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how several ranks share the work")
     shard: Natural = Field(0, description="ranks a model is sharded over (fsdp); 0: all; fewer: hybrid")
@@ -144,6 +147,7 @@ class LogSection(Section):
 
     every: Positive = Field(1, description="steps between lines of metrics.jsonl")
     tensorboard: bool = True
+    profile: Natural = Field(0, description="trace three steps from this one on, in RUN/profile; 0: none")
     wandb: str = Field("", description="a Weights & Biases project; empty: none")
 
 
@@ -184,6 +188,7 @@ class RunConfig(Section):
 FREE_ON_RESUME = (
     "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
     "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every", "log.tensorboard", "log.wandb",
+    "log.profile",
 )  # fmt: skip
 
 

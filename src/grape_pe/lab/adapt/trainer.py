@@ -58,12 +58,10 @@ class AdaptTrainer(Trainer):
         if self.fade is not None:
             self.fade.set(done)
 
-    def _update(
-        self, step: int, parts: list[Batch], rate: float, signals: StopSignals
-    ) -> tuple[float, float, int, int]:
-        found = super()._update(step, parts, rate, signals)
+    def _update(self, step: int, parts: list[Batch], rate: float, signals: StopSignals) -> int:
+        stop = super()._update(step, parts, rate, signals)
         self._set_rotation(step + 1)
-        return found
+        return stop
 
     def run(self) -> Outcome:
         if self.progress.step == 0:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from ..progress import ProgressLine
 from ..report import read_results, write_report
 from ..train.distributed import World
 from ..train.feed import open_feed
-from ..train.run_directory import read_metrics
+from ..train.run_directory import latest_metrics
 from .archive import restore
 from .comparison import (
     AGAIN,
@@ -135,17 +134,13 @@ class _Watch:
         self.steps = {job.title: job.config(comparison).train.steps for job in missing}
         self.line = ProgressLine(f"{len(missing)} runs", self._look()[0], sum(self.steps.values()), quiet)
 
-    def _last(self, job: Job) -> dict[str, Any]:
-        found = [line for line in read_metrics(job.directory(self.root)) if line["kind"] == "train"]
-        return found[-1] if found else {}
-
     def _look(self) -> tuple[int, list[str]]:
         """Steps done in all, and what is under way; the files of runs that have ended are not read again."""
         steps, active = 0, []
         for job in self.missing:
             if finished(job, self.root):
                 steps += self.steps[job.title]
-            elif last := self._last(job):
+            elif last := latest_metrics(job.directory(self.root), "train"):
                 steps += last["step"]
                 active.append(f"{job.title} {last['step']}/{self.steps[job.title]} loss {last['loss']:.3f}")
         return steps, active

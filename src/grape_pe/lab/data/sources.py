@@ -25,7 +25,14 @@ from .tokenizer import DEFAULT_TOKENIZER
 CHUNK_CHARACTERS = 1 << 20
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
-NAMED = {"fineweb-edu-10B": (FINEWEB, "sample-10BT"), "fineweb-edu-100B": (FINEWEB, "sample-100BT")}
+NAMED = {
+    "fineweb-edu-10B": (FINEWEB, "sample-10BT"),
+    "fineweb-edu-100B": (FINEWEB, "sample-100BT"),
+    "openwebtext": ("Skylion007/openwebtext", None),
+}
+#: which of how many machines this is, from 0; each takes every n-th file
+Part = tuple[int, int]
+WHOLE: Part = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -155,8 +162,15 @@ class FileSource(Source):
 class HubSource(Source):
     """A Hugging Face dataset, streamed: by its name on the Hub, or a local directory `datasets` can load."""
 
-    def __init__(self, name: str, config: str | None = None, split: str = "train", field: str = "text"):
-        self.name, self.config, self.split, self.field = name, config, split, field
+    def __init__(
+        self,
+        name: str,
+        config: str | None = None,
+        split: str = "train",
+        field: str = "text",
+        part: Part = WHOLE,
+    ):
+        self.name, self.config, self.split, self.field, self.part = name, config, split, field, part
         self._stream: Any = None
 
     def settings(self) -> dict[str, Any]:
@@ -165,12 +179,13 @@ class HubSource(Source):
             "config": self.config,
             "split": self.split,
             "field": self.field,
+            **_named(self.part),
         }
 
     def documents(self, cursor: Any = None) -> Iterator[str]:
         load = require("datasets", "lab").load_dataset
         try:
-            self._stream = load(self.name, self.config, split=self.split, streaming=True)
+            self._stream = self._mine(load(self.name, self.config, split=self.split, streaming=True))
             if cursor is not None:
                 self._stream.load_state_dict(cursor)
             for row in self._stream:
@@ -181,6 +196,15 @@ class HubSource(Source):
             Exception
         ) as error:  # its many kinds: no network, no such dataset, config, split, a broken file
             raise LabError(self._trouble(error)) from error
+
+    def _mine(self, stream: Any) -> Any:
+        number, parts = self.part
+        if parts > stream.num_shards:
+            raise LabError(
+                f"dataset {self.name} has {stream.num_shards} files, too few for {parts} parts; "
+                f"give --part i/n with n up to {stream.num_shards}"
+            )
+        return stream.shard(parts, number, contiguous=False) if parts > 1 else stream
 
     def _text(self, row: dict[str, Any]) -> str:
         text = row.get(self.field)
@@ -203,21 +227,41 @@ class HubSource(Source):
 
 
 def open_source(
-    names: str | Sequence[str], *, field: str = "text", config: str | None = None, split: str = "train"
+    names: str | Sequence[str],
+    *,
+    field: str = "text",
+    config: str | None = None,
+    split: str = "train",
+    part: Part = WHOLE,
 ) -> Source:
-    """The source a user names: builtin, fineweb-edu-10B, hf:NAME, or files, directories and globs."""
+    """The source a user names: builtin, fineweb-edu-10B, hf:NAME, or files, directories and globs.
+
+    Args:
+        part: (i, n) for the i-th (from 0) of n machines that share the source; not of builtin.
+    """
     names = [names] if isinstance(names, str) else list(names)
     if not names:
         raise LabError("no source given; try builtin, a file, or hf:NAME")
     if len(names) == 1:
         if names[0] == "builtin":
+            if part != WHOLE:
+                raise LabError("the builtin source is one text; leave --part out")
             return BuiltinSource()
         if names[0] in NAMED:
             name, sample = NAMED[names[0]]
-            return HubSource(name, sample, split, field)
+            return HubSource(name, sample, split, field, part)
         if names[0].startswith("hf:"):
-            return HubSource(names[0].removeprefix("hf:"), config, split, field)
-    return FileSource([path for name in names for path in _files(name)], field)
+            return HubSource(names[0].removeprefix("hf:"), config, split, field, part)
+    files = [path for name in names for path in _files(name)]
+    if part[1] > len(files):
+        raise LabError(
+            f"{part[1]} parts need as many files, there are {len(files)}; give a smaller n in --part i/n"
+        )
+    return FileSource(files[part[0] :: part[1]], field)
+
+
+def _named(part: Part) -> dict[str, str]:
+    return {} if part == WHOLE else {"part": f"{part[0] + 1}/{part[1]}"}
 
 
 def default_tokenizer(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models import Decoder
-from ...models.loss import CHUNK_ELEMENTS, IGNORE
+from ...models.loss import IGNORE, chunk_rows
 from ..data.batches import Batches
 from ..data.dataset import Dataset
 from ..errors import LabError
@@ -65,7 +65,7 @@ def stream_losses(model: Decoder, tokens: Tensor, *, chunk: int = 512, window: i
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of each target in float32, 0 where it is -100; all logits never exist at once."""
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    size = max(1, CHUNK_ELEMENTS // head.shape[0])
+    size = chunk_rows(head)
     parts = []
     for some, index in zip(rows.split(size), wanted.split(size), strict=True):
         logits = (some @ head.T).float()

@@ -6,18 +6,26 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from ...models import Decoder
-from ..config import RunConfig, TrainSection
+from ..config import RunConfig
 from ..errors import LabError
+
+#: longer than a checkpoint, a validation or the compilation of a model takes on the slowest rank
+TIMEOUT = timedelta(minutes=20)
+#: as in torchtitan; what the environment says already stays
+FLIGHT_RECORDER = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "20000",
+    "TORCH_FR_DUMP_TEMP_FILE": "{out}/flight-rank-",
+}
 
 
 @dataclass
@@ -39,11 +47,17 @@ class World:
         return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def total(self, *values: float | Tensor) -> list[float]:
-        """Sums over all ranks, in float64."""
-        summed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
+        """Sums over all ranks, in float64, through the memory of the hosts: a GPU at work is not waited for."""
+        summed = torch.tensor([float(v) for v in values], dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(summed)
-        return [float(v) for v in summed.cpu()]
+        return summed.tolist()  # type: ignore[no-any-return]
+
+    def added(self, value: Tensor) -> Tensor:
+        """The same for a tensor on the device, in place; nothing is read."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -68,8 +82,12 @@ def default_device() -> torch.device:
 
 
 @contextmanager
-def world() -> Iterator[World]:
-    """Join the other processes if `torchrun` started several; one process needs nothing."""
+def world(out: Path) -> Iterator[World]:
+    """Join the other processes if `torchrun` started several; one process needs nothing.
+
+    A collective that takes longer than `TIMEOUT` ends the run, which `torchrun --max-restarts` starts again.
+    NCCL then leaves the last collectives of each rank in `out`/flight-rank-N, for `torchfrtrace`.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = default_device()
     cuda = device.type == "cuda"
@@ -78,12 +96,25 @@ def world() -> Iterator[World]:
     if size == 1:
         yield World(device=device)
         return
-    # gloo beside nccl: asynchronous checkpoints gather on the CPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    _check_restarts()
+    for name, value in FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value.format(out=out))
+    # gloo beside nccl: ranks agree, and asynchronous checkpoints gather, on the CPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
         yield World(dist.get_rank(), size, device, dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
+
+
+def _check_restarts() -> None:
+    """Refuse restarts that would fail: in a store that outlives them, ranks find the addresses of the dead."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise LabError(
+            f"torchrun --max-restarts={restarts} needs a new store for each attempt; "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun starts"
+        )
 
 
 def check_split(config: RunConfig, size: int) -> None:
@@ -99,41 +130,3 @@ def check_split(config: RunConfig, size: int) -> None:
         )
     if train.strategy == "fsdp" and train.shard and size % train.shard:
         raise LabError(f"train.shard must divide the {size} ranks, got {train.shard}")
-
-
-def spread(model: Decoder, settings: TrainSection, among: World) -> nn.Module:
-    """The model as the ranks share it: whole on one, replicated (ddp) or sharded (fsdp) on several."""
-    model.to(among.device)
-    model.gradient_checkpointing = settings.recompute
-    if settings.compile:
-        model.compile()
-    if among.size == 1:
-        return model
-    if settings.strategy == "ddp":
-        return DistributedDataParallel(
-            model, device_ids=None if among.device.type == "cpu" else [among.device]
-        )
-    mesh = _mesh(settings.shard or among.size, among)
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def _mesh(shard: int, among: World) -> DeviceMesh:
-    """Sharded over groups of `shard` ranks, replicated over the groups: one group is plain FSDP."""
-    shape = (among.size // shard, shard)
-    return init_device_mesh(among.device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-@contextmanager
-def gradients_exchanged(model: nn.Module, now: bool) -> Iterator[None]:
-    """Exchange gradients in this backward pass, or leave them to a later one (accumulation)."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
-        yield
-    elif isinstance(model, DistributedDataParallel) and not now:
-        with model.no_sync():
-            yield
-    else:
-        yield

@@ -1,42 +1,80 @@
-"""What a run will cost, before it runs: parameters, FLOPs, memory, tokens. Estimates say so."""
+"""What a run will cost, before it runs: parameters, FLOPs, memory by part, messages. Counts, not measurements.
+
+The model is built on meta: nothing is allocated. Time and utilisation follow in `step_time`.
+"""
 
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
+from torch import nn
 
-from ...models import Decoder, DecoderConfig
+from ...models import Decoder
+from ...models.loss import CHUNK_SHARE
 from ..config import RunConfig
-from .optimization import learning_rate
+from .step_time import GPUS, Work
 
-#: dense bf16 FLOP/s by the vendor's data sheet, by a word in the device's name
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-GPU_HOUR = 3600.0
-#: the share of the peak assumed when hours are estimated
-ASSUMED_MFU = 0.4
+#: bytes of GPU memory for which the chunk of logits is sized
+GPU_MEMORY = 80e9
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process."""
+
+    weights: float
+    gathered: float  # copies in the dtype of the products
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Bytes that one process sends in a step, which are those it receives; and how many collectives there are."""
+
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+    collectives: int = 0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run in numbers; memory is that of one process."""
+    """A run in numbers; memory and messages are those of one process."""
 
+    ranks: int
     parameters: int
     encoding_parameters: int
     flops_per_token: float
     tokens_per_step: int
     tokens: int
-    state_bytes: int
-    activation_bytes: int
+    steps: int
+    micro_batches: int
+    memory: Memory
+    other_activations: float  # with recomputation if there is none, and the other way round
+    messages: Messages
+    work: Work
 
     @property
     def flops(self) -> float:
         return self.flops_per_token * self.tokens
 
-    def hours(self, device: str) -> float:
-        """Hours of one such device at 40 % of its peak."""
-        return self.flops / (PEAK_FLOPS[device] * ASSUMED_MFU) / GPU_HOUR
+    def hours(self, gpu: str) -> float:
+        """Hours of all GPUs together."""
+        return GPUS[gpu].seconds(self.work) * self.steps * self.ranks / 3600
+
+    def mfu(self, gpu: str) -> float:
+        """Model FLOPs (none for what is recomputed) as a share of the peak."""
+        per_rank = self.flops_per_token * self.tokens_per_step / self.ranks
+        return per_rank / (GPUS[gpu].seconds(self.work) * GPUS[gpu].peak)
 
 
 def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
@@ -47,65 +85,125 @@ def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
         vocab_size: tokens of the vocabulary.
         ranks: number of processes.
     """
-    sizes = config.decoder(vocab_size)
     with torch.device("meta"):
-        model = Decoder(sizes)
-    parameters = model.parameter_count()
-    shards = (config.train.shard or ranks) if config.train.strategy == "fsdp" else 1
-    return Estimate(
-        parameters=parameters,
-        encoding_parameters=_of_encodings(model),
-        flops_per_token=flops_per_token(sizes, config.data.sequence),
-        tokens_per_step=config.tokens_per_step,
-        tokens=config.tokens_per_step * config.train.steps,
-        state_bytes=16 * parameters // shards,  # weights, gradients and two moments, float32
-        activation_bytes=_activations(config, sizes, ranks),
-    )
+        model = Decoder(config.decoder(vocab_size))
+    return _Counter(config, model, ranks).estimate()
 
 
-def _of_encodings(model: Decoder) -> int:
-    trunk = model.model
-    layers = {trunk.encoding_of(number) for number in range(len(trunk.layers))}
-    return sum(p.numel() for encoding in layers for p in encoding.parameters())
+class _Counter:
+    """One configuration on so many ranks."""
+
+    def __init__(self, config: RunConfig, model: Decoder, ranks: int) -> None:
+        train, trunk = config.train, model.model
+        self.config, self.model, self.ranks = config, model, ranks
+        self.fsdp = train.strategy == "fsdp" and ranks > 1
+        self.shards = (train.shard or ranks) if self.fsdp else 1
+        self.size = 2 if train.precision == "bf16" else 4  # bytes of a number in a product
+        self.rows = train.micro_batch or max(1, train.batch // ranks)
+        self.micro_batches = max(1, train.batch // ranks // self.rows)
+        self.all = model.parameter_count()
+        encodings = {trunk.encoding_of(number) for number in range(len(trunk.layers))}
+        self.encodings = sum(p.numel() for each in encodings for p in each.parameters())
+        inside = 0 if model.config.shared_encoding else self.encodings
+        self.blocks = sum(p.numel() for p in trunk.layers.parameters()) - inside
+        self.rest = self.all - self.blocks - self.encodings
+
+    def estimate(self) -> Estimate:
+        config, model = self.config, self.model
+        each = flops_per_token(model, config.data.sequence)
+        messages = self.messages()
+        return Estimate(
+            ranks=self.ranks, parameters=self.all, encoding_parameters=self.encodings, flops_per_token=each,
+            tokens_per_step=config.tokens_per_step, tokens=config.tokens_per_step * config.train.steps,
+            steps=config.train.steps, micro_batches=self.micro_batches, memory=self.memory(),
+            other_activations=self.activations(not config.train.recompute), messages=messages,
+            work=self.work(each, messages),
+        )  # fmt: skip
+
+    def memory(self) -> Memory:
+        """Weights, gradients and two moments are float32; what FSDP gathers is the root and two blocks at a time."""
+        whole, block = self.all, self.blocks / self.model.config.layers
+        gathered = self.size * (self.rest + 2 * block) + 4 * self.encodings
+        if not self.fsdp:
+            gathered = (
+                2 * whole if self.size == 2 else 0
+            )  # autocast keeps the rounded weights of a forward pass
+        buckets: float = 4 * whole if self.ranks > 1 else 0  # of ddp
+        if self.fsdp:  # gradients of several micro-batches add up before they are exchanged
+            buckets = 4 * whole if self.micro_batches > 1 else self.size * 2 * block
+        return Memory(
+            4 * whole / self.shards, gathered, 4 * whole / self.shards + buckets, 8 * whole / self.shards,
+            self.activations(self.config.train.recompute), self.logits(),
+        )  # fmt: skip
+
+    def activations(self, recompute: bool) -> float:
+        """What backward needs of one micro-batch: about 12 widths and 4 hidden widths a token and layer."""
+        sizes, tokens = self.model.config, self.rows * self.config.data.sequence
+        layer = tokens * (12 * sizes.width + 4 * sizes.hidden) * self.size
+        return layer + sizes.layers * tokens * sizes.width * self.size if recompute else sizes.layers * layer
+
+    def logits(self) -> float:
+        """One chunk in float32 with two copies as they are multiplied, and the head's gradient in float32."""
+        sizes, tokens = self.model.config, self.rows * self.config.data.sequence
+        rows = min(tokens, int(GPU_MEMORY * CHUNK_SHARE) // 4 // sizes.vocab_size)
+        return (4 + 2 * self.size) * rows * sizes.vocab_size + 4 * sizes.vocab_size * sizes.width
+
+    def messages(self) -> Messages:
+        """A ring sends (n - 1)/n of what it gathers or scatters, and twice that of what it adds up."""
+        if self.ranks == 1:
+            return Messages()
+        if not self.fsdp:
+            return Messages(all_reduce=2 * _ring(self.ranks) * 4 * self.all, collectives=1)
+        groups = self.ranks // self.shards
+        units = 1 + (self.encodings > 0)
+        gathered = (
+            self.size * (2 * self.blocks + self.rest) + 4 * self.encodings
+        )  # blocks: forward and backward
+        layers = self.model.config.layers
+        return Messages(
+            _ring(self.shards) * gathered * self.micro_batches,
+            _ring(self.shards) * 4 * self.all,
+            2 * _ring(groups) * 4 * self.all / self.shards,
+            (2 * layers + units) * self.micro_batches + (layers + units) * (1 + (groups > 1)),
+        )
+
+    def work(self, flops_per_token: float, messages: Messages) -> Work:
+        """Of one step and process; recomputation repeats the blocks' forward pass, a third of their FLOPs."""
+        sizes, train = self.model.config, self.config.train
+        tokens = self.config.tokens_per_step / self.ranks
+        flops = flops_per_token * tokens
+        if train.recompute:
+            flops += (flops_per_token - 6 * sizes.vocab_size * sizes.width) * tokens / 3
+        saved = self.activations(False) * self.micro_batches
+        moved = (
+            (6 if train.recompute else 4) * saved  # written, read again, and so are their gradients
+            + tokens * sizes.vocab_size * (22 + 8 * self.size)  # passes over the logits
+            + 3 * self.size * self.all * self.micro_batches  # weights, read by each product
+            + 36 * self.all / self.shards  # optimizer and clipping
+        )
+        near = messages.all_gather + messages.reduce_scatter
+        return Work(
+            flops, moved, near, messages.all_reduce, self.shards if self.fsdp else self.ranks, self.ranks
+        )
 
 
-def flops_per_token(config: DecoderConfig, sequence: int) -> float:
-    """Of a training step: 6 for each weight that multiplies, and causal attention over half the sequence."""
-    heads = config.head_dim * config.heads
-    matrices = config.width * (
-        (3 if config.output_gate else 2) * heads + 2 * config.kv_heads * config.head_dim + 3 * config.hidden
-    )
-    weights = config.layers * matrices + config.vocab_size * config.width
-    return 6.0 * weights + 6.0 * config.layers * heads * sequence
+def _ring(ranks: int) -> float:
+    return (ranks - 1) / ranks
 
 
-def _activations(config: RunConfig, sizes: DecoderConfig, ranks: int) -> int:
-    """What backward needs of one micro-batch: about 12 widths and 4 hidden widths a token and layer."""
-    rows = config.train.micro_batch or config.train.batch // ranks
-    tokens, number = rows * config.data.sequence, 2 if config.train.precision == "bf16" else 4
-    layer = tokens * (12 * sizes.width + 4 * sizes.hidden) * number
-    if config.train.recompute:
-        return layer + sizes.layers * tokens * sizes.width * number
-    return sizes.layers * layer
+def flops_per_token(model: Decoder, sequence: int) -> float:
+    """Of a training step: 6 for each weight that multiplies, and causal attention over half the sequence.
 
-
-def describe(config: RunConfig, vocab_size: int, ranks: int = 1) -> str:
-    """What `--dry-run` prints."""
-    e, t = estimate(config, vocab_size, ranks), config.train
-    rates = ", ".join(f"{learning_rate(s, t):.2g} at {s}" for s in (0, t.warmup, t.steps // 2, t.steps - 1))
-    lines = [
-        f"model       {(e.parameters - e.encoding_parameters) / 1e6:.1f}M parameters and "
-        f"{e.encoding_parameters:,} of {config.model.encoding} ({e.parameters:,} in all)",
-        f"batch       {t.batch} x {config.data.sequence} = {e.tokens_per_step:,} tokens a step",
-        f"tokens      {e.tokens / 1e9:.3g}B in {t.steps:,} steps ({e.tokens:,})",
-        f"compute     {e.flops_per_token:.3g} FLOPs a token, {e.flops:.3g} in all",
-        f"memory      {e.state_bytes / 1e9:.2f} GB of state, about {e.activation_bytes / 1e9:.2f} GB of "
-        f"activations a process, of {ranks}",
-        f"schedule    {t.schedule}: {rates}",
-        "estimate    " + ", ".join(f"{e.hours(d):,.0f} {d}-hours" for d in ("A100", "H100"))
-        + f" at {ASSUMED_MFU:.0%} of the peak",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    Without what a bias or a rotation adds to attention, which depends on the kernel.
+    """
+    config = model.config
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    if config.tied:
+        weights += config.vocab_size * config.width
+    if model.model.encoding is not None:  # one for all layers, used in each
+        own = sum(m.weight.numel() for m in model.model.encoding.modules() if isinstance(m, nn.Linear))
+        weights += (config.layers - 1) * own
+    return 6.0 * weights + 6.0 * config.layers * config.head_dim * config.heads * sequence
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -113,7 +211,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
+    return next((gpu.peak for word, gpu in GPUS.items() if word in name), None)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import platform
 import secrets
@@ -27,6 +29,7 @@ from ..files import (
     write_json,
     write_text,
 )
+from .optimization import decay_steps
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 
@@ -55,6 +58,9 @@ class RunDirectory:
             if not (self.path / CONFIG).exists():
                 write_json(self.path / ENVIRONMENT, _environment(config, data))
                 write_text(self.path / CONFIG, config.to_yaml())
+            elif (before := read_config(self.path, type(config))).train.steps != config.train.steps:
+                longer = before.train.model_copy(update={"steps": config.train.steps})
+                write_text(self.path / CONFIG, before.model_copy(update={"train": longer}).to_yaml())
         except OSError as problem:
             raise LabError(f"cannot write to {self.path}: {problem.strerror}; give another --out") from None
         return self
@@ -81,13 +87,29 @@ class RunDirectory:
             raise LabError(
                 f"{self.path} already holds a run; continue it with --resume, or give another --out"
             )
-        changed = differences(read_config(self.path, type(config)), config)
+        before = read_config(self.path, type(config))
+        changed = [] if self._grows(before, config) else differences(before, config)
         if changed:
             raise LabError(
                 f"{self.path} was begun with another configuration ({'; '.join(changed)}); "
                 "a run is continued as it was begun: give the same options, or another --out"
             )
         read_metrics(self.path)
+
+    def _grows(self, before: RunConfig, now: RunConfig) -> bool:
+        """Whether all that differs in how it trains is more steps of a wsd schedule, whose decay is still to come."""
+        old, new = before.train, now.train
+        if old.schedule != "wsd" or new.steps <= old.steps:
+            return False
+        done = max((int(p.name[5:]) for p in (self.path / "checkpoints").glob("step-*")), default=0)
+        plateau = old.steps - decay_steps(old)
+        if done > plateau:
+            raise LabError(
+                f"{self.path} cannot grow from {old.steps} to {new.steps} steps: at step {done} its decay has begun, "
+                f"after step {plateau}; remove the checkpoints after that step (train.checkpoint_at keeps one there)"
+            )
+        longer = old.model_copy(update={"steps": new.steps})
+        return not differences(before.model_copy(update={"train": longer}), now)
 
     def _check_data(self, data: dict[str, Any]) -> None:
         if not (self.path / CONFIG).exists():
@@ -137,6 +159,22 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
         if not isinstance(line.get("kind"), str) or not isinstance(line.get("step"), int):
             raise damaged(path, f"line {number} has no kind and step", remedy)
     return lines
+
+
+def latest_metrics(directory: Path, kind: str, tail: int = 1 << 16) -> dict[str, Any]:
+    """The last whole line of a kind, from the end of the file alone; empty if there is none in it."""
+    path = directory / METRICS
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - tail))
+        lines = file.read().split(b"\n")
+    for line in reversed(lines[:-1]):  # the last one may still be under way
+        with contextlib.suppress(ValueError):  # the first one may begin in its middle
+            found: dict[str, Any] = json.loads(line)
+            if found["kind"] == kind:
+                return found
+    return {}
 
 
 def _environment(config: RunConfig, data: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ...extras import require
 from ...models import Decoder
@@ -28,15 +29,19 @@ from ..data import Batch, prefetch
 from ..errors import Diverged, LabError
 from ..progress import ProgressLine
 from .checkpoint import Checkpoints, TrainingState
-from .distributed import World, check_split, gradients_exchanged, spread, world
+from .collector import PausedCollector
+from .distributed import World, check_split, world
 from .encoding_metrics import encoding_summary
 from .estimate import flops_per_token, peak_flops, peak_memory
 from .feed import Feed, open_feed
 from .metrics import Metrics
 from .optimization import adamw, initialise, learning_rate
+from .profile import Profile
 from .run_directory import RunDirectory
 from .saved_model import export_final
+from .sharding import gradients_exchanged, spread
 from .signals import StopSignals
+from .unread import Taken, Unread
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def train(
         start: begin from this checkpoint of another run, which must have run as this one would have.
     """
     _check_installed(config)
-    with world() as among:
+    with world(Path(out)) as among:
         check_split(config, among.size)
         config.decoder(1)  # a wrong encoding is told before any data are read
         directory = RunDirectory(out)
@@ -159,7 +164,11 @@ class Trainer:
             config.train.steps,
             quiet or not among.first,
         )
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens, self.seconds, self.speed = 0, 0.0, 0.0
+        self.unread, self.last = Unread(among.device), Taken(0, math.nan, math.nan)
+        #: 1 once a loss or a gradient was not finite: no later step is applied either
+        self.broken = torch.zeros((), device=among.device)
+        self.profile = Profile(directory, config.log.profile, among)
 
     def _build(self) -> Any:
         """The model before its first step."""
@@ -172,14 +181,15 @@ class Trainer:
 
     def _flops(self) -> float | None:
         """FLOPs of a token in training, if they are known."""
-        return flops_per_token(self.decoder.config, self.config.data.sequence)
+        return flops_per_token(self.decoder, self.config.data.sequence)
 
     def run(self) -> Outcome:
         """Train to the last step, or until a signal asks to stop."""
         steps = range(self.progress.step, self.config.train.steps)
         stopped = 0
         try:
-            with StopSignals() as signals:  # to the end: a cluster may ask twice, also while this saves
+            # to the end: a cluster may ask twice, also while this saves
+            with StopSignals() as signals, PausedCollector() as self.collector, self.profile:
                 with closing(prefetch(self.feed.batches, steps, self._rows)) as coming:
                     for step, parts in coming:
                         stopped = self._train_step(step, parts, signals)
@@ -206,33 +216,37 @@ class Trainer:
 
     def _train_step(self, step: int, parts: list[Batch], signals: StopSignals) -> int:
         """One optimizer step with all that follows it; returns the signal that asks to stop, or 0."""
-        began = time.perf_counter()
-        rate = learning_rate(step, self.config.train)
-        loss, norm, tokens, stop = self._update(step, parts, rate, signals)
-        self.seconds += (spent := time.perf_counter() - began)
-        self.tokens += tokens
-        done = step + 1
+        done, settings = step + 1, self.config.train
+        rate = learning_rate(step, settings)
+        with self.profile.of(done):
+            stop = self._update(step, parts, rate, signals)
         self.progress = TrainingState(done, None, self.progress.best_loss, self.progress.best_step)
-        if done % self.config.log.every == 0 or done == self.config.train.steps:
-            self._log(done, loss, norm, rate, tokens, spent)
-        self.line.show(done, loss, tokens / spent, last=done == self.config.train.steps)
-        if self._due(done, self.config.train.eval_every) or self._due(
-            done, self.config.train.checkpoint_every
-        ):
+        self.collector.after(done)
+        logs = done % self.config.log.every == 0 or done == settings.steps
+        validates = self._due(done, settings.eval_every) or self._due(done, settings.checkpoint_every)
+        saves = validates or done in settings.checkpoint_at
+        if logs or saves or stop:
+            self._read()
+        if logs:
+            self._log(done, rate)
+        self.line.show(done, self.last.loss, self.speed, last=done == settings.steps)
+        if validates:
             self._validate(done)
-        every = self.config.train.checkpoint_every or self.config.train.steps
-        if done % every == 0 or done in self.config.train.checkpoint_at:
+        if done % (settings.checkpoint_every or settings.steps) == 0 or done in settings.checkpoint_at:
             self._save()
         return stop
 
     def _due(self, done: int, every: int) -> bool:
         return done == self.config.train.steps or (every > 0 and done % every == 0)
 
-    def _update(
-        self, step: int, parts: list[Batch], rate: float, signals: StopSignals
-    ) -> tuple[float, float, int, int]:
-        """Gradients of the global batch and one step along them: (loss, gradient norm, tokens, signal)."""
+    def _update(self, step: int, parts: list[Batch], rate: float, signals: StopSignals) -> int:
+        """Gradients of the global batch and one step along them; returns the signal that asks to stop, or 0.
+
+        The host reads nothing from the device here, so that it can queue the next step meanwhile: ranks agree
+        through the host's memory, and loss and norm stay `unread`.
+        """
         self.model.train()
+        self.unread.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("share", 1.0)  # of groups with a rate of their own
         counts = [int((part.targets >= 0).sum()) for part in parts]
@@ -248,18 +262,41 @@ class Trainer:
                 loss.backward()
             summed += loss.detach().double() / self.world.size
         clip = self.config.train.clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)
-        value, size = self.world.total(summed)[0], _number(norm)
-        self._check_finite(step, value, size)
+        norm = _whole(nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)).double()
+        self._apply(self.world.added(summed), norm)
+        self.unread.add(step, summed, norm, int(tokens))
+        return StopSignals.named(asked)
+
+    def _apply(self, loss: Tensor, norm: Tensor) -> None:
+        """Step the optimizer, unless the device finds a number that is not finite, or too large a gradient.
+
+        `found_inf` is how a fused AdamW leaves weights, moments and step counts as they are, as for GradScaler.
+        """
+        self.broken = torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float())
+        above = norm > (self.config.train.skip_above or math.inf)
+        self.optimizer.found_inf = torch.maximum(self.broken, above.float())  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return value, size, int(tokens), StopSignals.named(asked)
+
+    def _read(self) -> None:
+        """Look at the steps since the last time: stop if one was not finite, record those that were skipped."""
+        limit = self.config.train.skip_above or math.inf
+        taken, tokens, seconds = self.unread.read()
+        for each in taken:
+            self._check_finite(*each)
+            if each.norm > limit and self.metrics is not None:
+                self.metrics.write("skipped", each.step + 1, {"loss": each.loss, "grad_norm": each.norm})
+        if taken:
+            self.last, self.speed = taken[-1], tokens / seconds
+            self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
 
     def _loss(self, part: Batch, count: float) -> Tensor:
         def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(self.world.device, non_blocking=True)
+            if tensor is None or self.world.device.type == "cpu":
+                return tensor
+            return tensor.pin_memory().to(self.world.device, non_blocking=True)  # else the host would wait
 
-        half = self.config.train.precision == "bf16"
+        half = self.config.train.precision == "bf16" and not isinstance(self.model, FSDPModule)
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=half):
             loss = self.model(
                 moved(part.tokens), targets=moved(part.targets), documents=moved(part.documents), count=count
@@ -315,13 +352,13 @@ class Trainer:
         if self.progress.step > 0:
             self.checkpoints.save(self.model, self.optimizer, self.progress)
 
-    def _log(self, done: int, loss: float, norm: float, rate: float, tokens: int, spent: float) -> None:
+    def _log(self, done: int, rate: float) -> None:
         if self.metrics is None:
             return
-        speed = tokens / spent
+        speed = self.speed
         peak = peak_flops(self.world.device)
         self.metrics.write("train", done, {
-            "loss": loss, "lr": rate, "grad_norm": norm,
+            "loss": self.last.loss, "lr": rate, "grad_norm": self.last.norm,
             "tokens": done * self.config.tokens_per_step, "tokens_per_second": speed,
             "mfu": None if peak is None or self.flops is None else self.flops * speed / (peak * self.world.size),
             "memory_bytes": peak_memory(self.world.device),
@@ -335,6 +372,6 @@ class Trainer:
         )  # fmt: skip
 
 
-def _number(norm: Any) -> float:
+def _whole(norm: Tensor) -> Tensor:
     """A gradient norm, gathered if it is sharded."""
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

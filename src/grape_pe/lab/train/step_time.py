@@ -1,0 +1,56 @@
+"""How long a step should take on a GPU, from its data sheet and four assumptions. An estimate: not measured.
+
+- Matrix products reach the share `products` of the peak, for large products in bfloat16.
+- Everything else waits for memory, at 80 % of its bandwidth.
+- Messages travel at 70 % of the link, and all of them hide behind computation if they are shorter.
+- Nodes have eight GPUs; beyond them, messages take the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEMORY_SHARE, LINK_SHARE, NODE = 0.8, 0.7, 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process does in a step. `near` bytes go round `group` ranks, `far` bytes across all `ranks`."""
+
+    flops: float
+    moved: float
+    near: float
+    far: float
+    group: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class GPU:
+    """The vendor's figures for one GPU of a node: dense bf16 FLOP/s, and bytes a second each way."""
+
+    peak: float
+    memory: float
+    link: float
+    network: float
+    products: float
+
+    def computing(self, work: Work) -> float:
+        return work.flops / (self.peak * self.products) + work.moved / (self.memory * MEMORY_SHARE)
+
+    def sending(self, work: Work) -> float:
+        near = self.link if work.group <= NODE else self.network
+        far = self.link if work.ranks <= NODE else self.network
+        return (work.near / near + work.far / far) / LINK_SHARE
+
+    def seconds(self, work: Work) -> float:
+        return max(self.computing(work), self.sending(work))
+
+
+#: by a word in the device's name: SXM modules with 80 GB (H200: 141, B200: 180)
+GPUS = {
+    "A100": GPU(312e12, 2.0e12, 300e9, 25e9, 0.6),
+    "H100": GPU(989e12, 3.35e12, 450e9, 50e9, 0.55),
+    "H200": GPU(989e12, 4.8e12, 450e9, 50e9, 0.55),
+    "B200": GPU(2250e12, 8.0e12, 900e9, 50e9, 0.5),
+}
