@@ -20,16 +20,16 @@ DEFAULTS = {"steps": 500, "batch": 4, "micro_batch": 1, "eval_tokens": 1 << 14, 
 
 def add_parsers(commands: Commands) -> None:
     about = (
-        "Give MODEL, a Hugging Face directory or a GGUF file, another encoding, train it, and measure it before,\n"
-        "during and after. Before training its logits are unchanged. Load DIR/final with\n"
-        "AutoModelForCausalLM after import grape_pe.hf. To continue after a stop, run the same command again."
+        "Give MODEL (a Hugging Face directory or a GGUF file) another encoding, train it, and measure it before, "
+        "during and after. Until it is trained its logits are unchanged. To continue after a stop, run the same "
+        "command again."
     )
     parser = add_command(commands, "adapt", run_adapt, "adapt a pretrained model", EXAMPLE, about)
     parser.usage = "grape adapt MODEL --encoding NAME --data FILE [FILE ...] --out DIR [options]"
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hugging Face directory or a GGUF file")
+    add("model", metavar="MODEL", help=argparse.SUPPRESS)
     add("--encoding", metavar="NAME", help="such as rope+fox or 'rope+fox[forget_bias=4]'")
-    add("--sweep", metavar="NAMES", help="several encodings, separated by commas, instead of --encoding")
+    add("--sweep", metavar="NAMES", help="several encodings, separated by commas")
     add(
         "--data",
         nargs="+",
@@ -37,7 +37,7 @@ def add_parsers(commands: Commands) -> None:
         metavar="FILE",
         help="text, JSONL or Parquet files, directories or globs",
     )
-    add("--out", required=True, metavar="DIR", help="directory of the results")
+    add("--out", required=True, metavar="DIR", help="results; load DIR/final after import grape_pe.hf")
     _add_training(parser)
     _add_evaluation(parser)
     add("--quiet", action="store_true", help="no progress line")
@@ -53,21 +53,21 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="tokens per training sequence (default: the model's)",
+        help="tokens per sequence (default: the model's)",
     )
     add("--steps", type=int, default=DEFAULTS["steps"], metavar="N", help="training steps (default: 500)")
     add("--batch", type=int, default=DEFAULTS["batch"], metavar="N", help="sequences per step (default: 4)")
     add("--micro-batch", type=int, default=DEFAULTS["micro_batch"], metavar="N",
-        help="micro-batch: sequences per forward pass (default: 1)")  # fmt: skip
-    add("--lr", type=float, metavar="RATE", help="learning rate of the new parameters (default: 1e-3)")
+        help="sequences per forward pass (default: 1)")  # fmt: skip
+    add("--lr", type=float, metavar="RATE", help="learning rate of new parameters (default: 1e-3)")
     add(
         "--own-lr",
         type=float,
         metavar="RATE",
-        help="learning rate of LoRA (default: 5e-4) or the model (1e-4)",
+        help="that of LoRA (default: 5e-4) or the model (1e-4)",
     )
     add("--shared", action="store_true", help="one encoding for all layers")
-    add("--seed", type=int, default=0, metavar="N", help="random seed of weights and data (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add("--bf16", action="store_true", help="autocast to bfloat16; weights stay float32")
     add("--recompute", action="store_true", help="checkpoint activations: less memory, more time")
     add("--checkpoint-every", type=int, default=DEFAULTS["checkpoint_every"], metavar="N",
@@ -80,28 +80,28 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         default="1,2,4,8,16",
         metavar="N,N",
-        help="evaluation lengths, in multiples of the context (default: 1,2,4,8,16)",
+        help="multiples of the context (default: 1,2,4,8,16)",
     )
     add("--eval-tokens", type=int, default=DEFAULTS["eval_tokens"], metavar="N",
-        help="tokens evaluated at each length (default: 16384)")  # fmt: skip
+        help="tokens evaluated per length (default: 16384)")  # fmt: skip
     add(
         "--eval-every",
         type=int,
         default=0,
         metavar="N",
-        help="steps between evaluations (default: a quarter of --steps)",
+        help="steps (default: a quarter of --steps)",
     )
     add("--tasks", metavar="NAMES", help="language tasks to score, separated by commas")
     add(
         "--task-data",
         default="",
         metavar="DIR",
-        help="local questions for --tasks, as for grape eval lm --data",
+        help="questions of --tasks, as for grape eval lm --data",
     )
     add("--task-limit", type=int, default=0, metavar="N", help="questions per task (default: all)")
     add("--passkey", type=int, default=0, metavar="N",
         help="passkey texts per length and depth (default: none)")  # fmt: skip
-    add("--export", action="store_true", help="also write DIR/stock, which loads without grape_pe")
+    add("--export", action="store_true", help="also write DIR/stock, without grape_pe")
 
 
 def run_adapt(options: argparse.Namespace) -> int:
