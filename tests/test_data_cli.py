@@ -80,7 +80,7 @@ def test_a_count_must_be_whole(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("x", "0", "1.5", "inf"):
         with pytest.raises(SystemExit):
             main(["data", "prepare", "builtin", "--out", "x", "--max-tokens", wrong])
-        assert f"must be a whole number from 1 on, got {wrong}" in capsys.readouterr().err
+        assert f"must be a whole number of at least 1, got {wrong}" in capsys.readouterr().err
 
 
 def test_no_traceback_without_a_network(tmp_path: Path) -> None:
