@@ -377,7 +377,7 @@ def filled(name: str = "rope", tokens: int = 5, **options):
 
 
 MISUSES = {
-    "go on from": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.arange(5)),
+    "continue from": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.arange(5)),
     "and increase": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.tensor([5, 6, 6, 7, 8])),
     "another model, dtype or batch": lambda c, d: c.append(d.q.float(), d.k.float(), d.v.float(), x=d.x),
     "the cache has 5": lambda c, d: c.crop(6),

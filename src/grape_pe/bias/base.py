@@ -76,7 +76,7 @@ class Bias:
         ours, theirs = self.key_tensors(), later.key_tensors()
         if type(later) is not type(self) or ours.keys() != theirs.keys():
             raise TypeError(
-                f"a {type(self).__name__} with {list(ours)} can only be extended by its like, "
+                f"a {type(self).__name__} with {list(ours)} can only be extended by the same kind, "
                 f"got {type(later).__name__} with {list(theirs)}"
             )
         return later.replaced({name: join(tensor, theirs[name]) for name, tensor in ours.items()})  # type: ignore[return-value]

@@ -77,7 +77,7 @@ class Frequencies(FullPrecision):
                 )
         elif len(self.spectrum) != self.planes:
             raise ValueError(
-                f"spectrum must hold one frequency for each of the {self.planes} planes, "
+                f"spectrum must have one frequency for each of the {self.planes} planes, "
                 f"got {len(self.spectrum)}"
             )
 
