@@ -138,6 +138,14 @@ def test_training_compiled_and_from_meta(kind):
     assert (compiled(given, targets=given) - loss).abs() < 1e-5
 
 
+def test_positions_before_the_table_are_named():
+    model = Decoder(
+        DecoderConfig(8, width=8, layers=1, heads=1, hidden=8, absolute="learned", max_positions=24)
+    )
+    with pytest.raises(ValueError, match=r"from 0 to below max_positions=24.* from -3 to 4\)"):
+        model(torch.zeros(1, 8, dtype=torch.long), positions=torch.arange(-3, 5))
+
+
 def test_what_is_wrong_is_refused_by_name():
     with pytest.raises(ValueError, match="absolute must be 'sinusoidal', 'learned' or None"):
         made("sine")

@@ -354,7 +354,7 @@ def test_extend_refuses_another_kind(kind: str) -> None:
 
 
 def test_extend_refuses_another_number_of_terms() -> None:
-    with pytest.raises(TypeError, match="can only be extended by its like"):
+    with pytest.raises(TypeError, match="can only be extended by the same kind"):
         build("slope", 2, 2).extend(build("two terms", 2, 2))
 
 

@@ -25,7 +25,8 @@ PLACES = torch.tensor([[7, 8, 9, 10, 11, 12, 13], [0, 1, 5, 6, 40, 300, 301]])
 def made(name: str, **options) -> grape.Encoding:
     """In float64, with every parameter away from where it starts."""
     torch.manual_seed(1)
-    enc = grape.build(name, **SHAPE, **(OPTIONS.get(name, {}) | options)).double()
+    own = {key: value for part in name.split("+") for key, value in OPTIONS.get(part, {}).items()}
+    enc = grape.build(name, **SHAPE, **(own | options)).double()
     for p in enc.parameters():
         p.data.add_(0.3 * torch.randn_like(p))
     return enc
@@ -169,6 +170,24 @@ def test_sinks_where_a_pair_needs_no_token_in_between(name):
     with torch.no_grad():
         got = [cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(15)]
     assert (torch.cat(got, 2) - want).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("scale", (None, 0.9))
+@pytest.mark.parametrize("name", ("cope", "dape"))
+def test_products_keep_their_scale_beside_an_encoding_that_widens_q_and_k(name, scale):
+    """PoPE doubles the features, for which attend's default scale is smaller; the products have the old number."""
+    enc, (q, k, v) = made(f"pope+{name}"), drawn(7)
+    given = {} if scale is None else {"scale": scale / math.sqrt(2)}  # as PoPE asks for
+    scale = DIM**-0.5 if scale is None else scale
+    _, bias = by_hand(enc.parts[name], name, q, k, PLACES, scale)
+    code, pope = enc(q, k, positions=PLACES), enc.parts["pope"](q, k, positions=PLACES)
+    logits = scale / math.sqrt(2) * pope.q @ pope.k.repeat_interleave(HEADS // KEYS, 1).mT + bias
+    logits = logits.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf)
+    y = attend(code.q, code.k, v, bias=code.bias, **given)
+    assert (y - logits.softmax(-1) @ v.repeat_interleave(HEADS // KEYS, 1)).abs().max() < EXACT
+    assert (
+        code.bias.dense() - by_hand(enc.parts[name], name, q, k, PLACES, DIM**-0.5)[1]
+    ).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("impl", ("cpu", "triton", "flex", "sdpa"))

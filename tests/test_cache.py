@@ -318,6 +318,13 @@ NUMBERS = {  # beyond keys and values, a token of one sequence, with H heads on 
     "grape-a-phase": lambda heads, kv: 1,
     "grape-ap": lambda heads, kv: 8 * kv,
     "path": lambda heads, kv: (DIM + DIM + 1) * kv,
+    "pope": lambda heads, kv: DIM * kv,
+    "t5": lambda heads, kv: 1,
+    "sandwich": lambda heads, kv: 1,
+    "relative": lambda heads, kv: 1,
+    "fire": lambda heads, kv: 1,
+    "cope": lambda heads, kv: DIM * kv,
+    "dape": lambda heads, kv: DIM * kv + 1,
 }
 
 
@@ -370,7 +377,7 @@ def filled(name: str = "rope", tokens: int = 5, **options):
 
 
 MISUSES = {
-    "go on from": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.arange(5)),
+    "continue from": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.arange(5)),
     "and increase": lambda c, d: c.append(d.q, d.k, d.v, x=d.x, positions=torch.tensor([5, 6, 6, 7, 8])),
     "another model, dtype or batch": lambda c, d: c.append(d.q.float(), d.k.float(), d.v.float(), x=d.x),
     "the cache has 5": lambda c, d: c.crop(6),

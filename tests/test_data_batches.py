@@ -153,7 +153,7 @@ def test_documents(directory: Path) -> None:
     [
         (lambda b: b.batch(0, range(N + 1)), "a batch has rows 0 to 3, got range"),
         (lambda b: b.batch(0, range(-1, 2)), "a batch has rows 0 to 3, got range"),
-        (lambda b: b.batch(-1, range(N)), "steps count from 0, got -1"),
+        (lambda b: b.batch(-1, range(N)), "step must be 0 or more, got -1"),
         (lambda b: b.validation(range(9)), "the validation split has rows 0 to 4"),
         (lambda b: DatasetBatches(b.dataset, 56, N), "the val split of"),
         (lambda b: DatasetBatches(b.dataset, 60, N), "needs 61 tokens in a shard, the longest has 57"),

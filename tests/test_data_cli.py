@@ -55,7 +55,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         file.truncate(1030)
     for arguments, message in [
         (_prepare("nowhere", tmp_path / "new"), "no source 'nowhere'"),
-        (_prepare(source, tmp_path), "holds in.jsonl and is no dataset"),
+        (_prepare(source, tmp_path), "holds in.jsonl and is not a dataset"),
         (_prepare(source, out, "--validation", "0.1", "--max-tokens", "10"), "max_tokens was None, now 10"),
         (_prepare(source, tmp_path / "new", "--field", "body"), "has no text in field 'body'"),
         (["info", str(out)], "val_000000.bin is truncated: expected"),
@@ -80,7 +80,7 @@ def test_a_count_must_be_whole(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("x", "0", "1.5", "inf"):
         with pytest.raises(SystemExit):
             main(["data", "prepare", "builtin", "--out", "x", "--max-tokens", wrong])
-        assert f"must be a whole number from 1 on, got {wrong}" in capsys.readouterr().err
+        assert f"must be a whole number of at least 1, got {wrong}" in capsys.readouterr().err
 
 
 def test_no_traceback_without_a_network(tmp_path: Path) -> None:

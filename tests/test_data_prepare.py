@@ -81,11 +81,11 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 def test_a_directory_of_the_users_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(
-        LabError, match=r"holds thesis.tex and is no dataset; choose an empty or new directory"
+        LabError, match=r"holds thesis.tex and is not a dataset; choose an empty or new directory"
     ):
         prepare(open_source(__file__), tmp_path, **OPTIONS)
     assert files_of(tmp_path) == {"thesis.tex": b"years of work"}
-    with pytest.raises(LabError, match="is a file; a dataset needs a directory"):
+    with pytest.raises(LabError, match="--out must be a directory, but"):
         prepare(open_source(__file__), tmp_path / "thesis.tex", **OPTIONS)
 
 
@@ -101,7 +101,7 @@ def test_one_preparation_at_a_time(tmp_path: Path) -> None:
 
 
 WRONG_INPUT: list[tuple[str, bytes, str]] = [
-    ("empty.txt", b" \n\n", "the source has no text: every document is empty"),
+    ("empty.txt", b" \n\n", "the source has no text"),
     ("one.jsonl", b'{"text": "alone"}', "holds out 2 bytes, fewer than 128; give more text"),
     (
         "bad.jsonl",
@@ -112,7 +112,7 @@ WRONG_INPUT: list[tuple[str, bytes, str]] = [
     ("torn.jsonl", b'{"text": "a"}\n{"text": ', "line 2 is not a JSON object"),
     ("list.jsonl", b"[1]", "line 1 must be a JSON object, got list"),
     ("binary.txt", b"\xff\xfe\x00", "is not UTF-8 text"),
-    ("bad.parquet", b"PAR1 no", "is no readable parquet file"),
+    ("bad.parquet", b"PAR1 no", "is not a readable parquet file"),
 ]
 
 

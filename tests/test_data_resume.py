@@ -119,7 +119,7 @@ def _fill_the_disk(source: str, out: Path) -> None:
     try:
         prepare(open_source(source), out, **OPTIONS)
     except LabError as problem:
-        os._exit(3 if "cannot write" in str(problem) and "is kept" in str(problem) else 4)
+        os._exit(3 if "cannot write" in str(problem) and "work is kept" in str(problem) else 4)
     os._exit(0)
 
 
@@ -134,7 +134,7 @@ def test_a_full_disk(real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     else:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", _no_space)
-            with pytest.raises(LabError, match="No space left on device; make room"):
+            with pytest.raises(LabError, match="No space left on device; free disk space"):
                 prepare(open_source(source), tmp_path / "full", **OPTIONS)
     assert files_of(prepare(open_source(source), tmp_path / "full", **OPTIONS)) == whole
 

@@ -289,5 +289,5 @@ def test_a_static_cache_after_its_model_changed_dtype():
 def test_a_static_cache_refuses_a_call_without_tokens():
     model, ids = small(), tokens()
     cache = StaticCache(config=model.config, max_cache_len=20)
-    with torch.no_grad(), pytest.raises(ValueError, match="one token or more"):
+    with torch.no_grad(), pytest.raises(ValueError, match="at least one token per call"):
         model(ids[:, :0], past_key_values=cache)

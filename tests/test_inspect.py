@@ -27,7 +27,9 @@ NAMES = [*grape.names(), "rope+fox", "grape-m-mix+alibi"]
 @pytest.mark.parametrize("name", NAMES)
 def test_formulas_agree_with_explicit_matrices(name):
     (layer,) = inspect(name, heads=4, head_dim=16, tokens=80).layers
-    wanted = [] if name == "pope" else [1, 4, 16, 64]  # no matrix acts on q and k
+    wanted = (
+        [] if name in ("pope", "logn") else [1, 4, 16, 64]
+    )  # no matrix acts on q and k, or none by the distance
     assert [row.distance for row in layer.spectral] == wanted
     for row in layer.spectral:
         assert row.difference < 1e-5, row
@@ -70,6 +72,42 @@ class Absolute(Encoding):
         n = tokens.positions[..., 0].unsqueeze(1)
         rate = 1e-3 * n.to(tokens.working).expand(1, self.shape.heads, -1)
         return Encoded(tokens.q, tokens.k, SlopeBias((SlopeTerm(n, n, rate),)))
+
+
+@pytest.mark.parametrize("name", ("logn", "rope+logn", "pope", "pope+fox", "xpos+fox"))
+def test_no_action_is_shown_where_none_is_known(name):
+    """Neither in the table nor in the picture: a factor of the query is not the identity."""
+    found = inspect(name, heads=2, head_dim=8, tokens=20)
+    assert not found.layers[0].spectral and not found.picture["singular"]
+    assert found.layers[0].spectral_about.startswith("no ") and found.picture["singular_about"].startswith(
+        "no "
+    )
+
+
+@pytest.mark.parametrize("width", (8, 9))
+def test_the_picture_of_xpos_has_the_measured_singular_values(width):
+    found = inspect("xpos", heads=2, head_dim=width, tokens=20)
+    curves, at = found.picture["singular"], found.picture["distances"]
+    assert len(curves) == 2
+    for row in found.layers[0].spectral:
+        larger, smaller = (quantity.measured for quantity in row.quantities)
+        i = at.index(row.distance)
+        for curve in curves:
+            assert curve["larger"][i] == pytest.approx(larger, rel=1e-3)
+            assert curve["smaller"][i] == pytest.approx(smaller, rel=1e-3)
+
+
+def test_clocks_of_planes_are_not_shown_as_heads(capsys):
+    call("grape-m-ctx[phase_per_plane=true]", "--heads", 2, "--head-dim", 8)
+    assert "all heads" in capsys.readouterr().out
+    call("grape-m-ctx[phase_per_plane=true,phase_per_head=true]", "--heads", 2, "--head-dim", 8)
+    out = capsys.readouterr().out.partition("phase added by each token")[2].partition("Closed form")[0]
+    assert out.count("head ") == 2
+
+
+def test_heads_that_are_not_turned_have_no_spectrum(capsys):
+    call("rope[rotary_heads=1]", "--heads", 4, "--head-dim", 8)
+    assert "4 planes for 1 of 4 heads" in capsys.readouterr().out
 
 
 def test_a_broken_law_is_seen():

@@ -149,8 +149,8 @@ def test_a_part_goes_on_elsewhere_to_the_same_results(data: Path, tmp_path: Path
     [
         (0, {"data": {"manifest": "other"}}, "a comparison on other data"),
         (0, {"threads": 7}, r"another threads a run \(7 -> 1; see --jobs\)"),
-        (0, {"kind": "language"}, "has no settings to go on with"),
-        (1, {"run": "../../x"}, "is no run of this comparison"),
+        (0, {"kind": "language"}, "has no settings to continue with"),
+        (1, {"run": "../../x"}, "is not a run of this comparison"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(data: Path, tmp_path: Path, line, change, said) -> None:

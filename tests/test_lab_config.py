@@ -117,7 +117,7 @@ def test_the_place_of_the_norm_is_one_setting(given: str | bool, meant: str | bo
         ("smal", {}, "no recipe or file 'smal'; did you mean small?"),
         ("small", {"train.step": 5}, "unknown setting 'train.step'; did you mean train.steps?"),
         ("small", {"model.encodign": "rope"}, "did you mean model.encoding?"),
-        ("small", {"train.steps": "many"}, "train.steps: Input should be a valid integer"),
+        ("small", {"train.steps": "many"}, "train.steps: must be a valid integer"),
         ("small", {"train.steps": 0}, "greater than or equal to 1"),
         ("small", {"train.lr": math.nan}, "train.lr"),
         (
@@ -129,7 +129,7 @@ def test_the_place_of_the_norm_is_one_setting(given: str | bool, meant: str | bo
         ("small", {"train.batch": 8, "train.micro_batch": 3}, "multiple of train.micro_batch, got 8 and 3"),
         ("small", {"model.qk_norm": "behind"}, "'after'"),
         ("small", {"train.schedule": "linear"}, "'cosine' or 'wsd'"),
-        ("small", {"model.encoding_options": "{a: "}, "the value of model.encoding_options is no YAML"),
+        ("small", {"model.encoding_options": "{a: "}, "the value of model.encoding_options is not valid YAML"),
     ],
 )  # fmt: skip
 def test_mistakes_say_what_to_do(recipe: str, overrides: dict, says: str) -> None:
@@ -141,11 +141,11 @@ def test_mistakes_say_what_to_do(recipe: str, overrides: dict, says: str) -> Non
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("- 1\n- 2\n", "must hold settings by name, got a list"),
-        ("train: {steps: [", "is no YAML"),
+        ("- 1\n- 2\n", "must be a mapping of settings, such as seed: 1, got a list"),
+        ("train: {steps: [", "is not valid YAML"),
         ("train: 5\n", "train: "),
         ("base: nothing-like-it\n", "no recipe or file"),
-        ("base: mine.yaml\n", "go round in a circle"),
+        ("base: mine.yaml\n", "form a cycle"),
         ("model: {vocabulary: 5}\n", "unknown setting 'model.vocabulary'"),
     ],
 )

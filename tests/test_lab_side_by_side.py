@@ -54,7 +54,7 @@ def test_all_are_run_and_failures_are_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"^no such thing$"):
         run_side_by_side([Task("refuse", refuse)], places=1)
     with pytest.raises(
-        LabError, match=r"^fox seed 1: its process was killed, perhaps for want of memory; .*jobs$"
+        LabError, match=r"^fox seed 1: its process was killed, perhaps out of memory; .*jobs$"
     ):
         run_side_by_side([Task("fox seed 1", out_of_memory)], places=1)
 

@@ -288,6 +288,8 @@ def test_sections_stream_over_text_and_an_image():
     [
         ({"sections": (1, 2, 1)}, "coords=1"),
         ({"sections": (1, 2), "coords": 3}, r"got \[1, 2\]"),
+        ({"sections": "1/2/1", "coords": 3}, "got '?1/2/1"),
+        ({"sections": 4, "coords": 3}, "got 4"),
         ({"sections": (1, 2, 3), "coords": 3}, "4 together"),
         ({"sections": (1, 2, 1), "coords": 3, "axes": "mixed"}, 'use axes="disjoint"'),
     ],
@@ -451,7 +453,9 @@ def test_a_norm_after_the_encoding_is_refused_where_lengths_mean_something():
     ("name", "options", "message"),
     [
         ("xpos", {}, "would change the logits"),
-        ("pope", {}, "would change the logits"),
+        ("pope+t5", {}, "pope is another encoding of q and k, with which a model must be trained"),
+        ("t5+fox", {}, r"for example 'rope\+t5\+fox'. To leave the rotation, adapt to 'rope\+t5\+fox'"),
+        ("nope", {}, "for example 'rope'. To leave the rotation, adapt to 'rope'"),
         ("string-circulant", {}, "would change the logits"),
         ("rope+fox", {"rotary_heads": 1}, "'rotary_heads' is set by the model's own RoPE"),
         ("grape-m-basis", {"basis": "circulant"}, 'basis="circulant" would change the logits'),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import __version__
 from .commands import COMMANDS
 from .commands.errors import BAD_INPUT, DIVERGED, CommandError
-from .commands.parsers import Run, add_import
+from .commands.parsers import Run, add_import, wrapped
 from .commands.train import refuse_unknown
 from .encodings.own import import_modules
 from .lab.errors import Diverged, LabError
@@ -48,13 +48,13 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line, as shell completion also needs it."""
     top = argparse.ArgumentParser(
         prog="grape",
-        description=ABOUT,
+        description=wrapped(ABOUT),
         epilog="Example:\n  grape compare demo --out results/demo\n\nA command's help: grape COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"grape-pe {__version__}")
-    add_import(top, "imports", "a module with encodings of your own; also from the current folder")
+    add_import(top, "imports", "import your module of encodings (Python's path or this folder)")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parsers(commands)

@@ -74,10 +74,10 @@ def _softmax(logits: Tensor, masks: Masks, rows: slice, cols: slice) -> tuple[Te
             return weights, logits.amax(-1) - weights.amax(-1).log()
         top, key = logits.max(-1, keepdim=True)  # of one key: weights may tie where logits do not
         return weights, (top - weights.gather(-1, key).log()).squeeze(-1)
-    blind = (logits == float("-inf")).all(-1, keepdim=True)  # by the masks or by the bias
-    logits = logits.masked_fill(blind, 0.0)
-    weights = logits.softmax(-1).masked_fill(blind, 0.0)
-    return weights, logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+    fully_masked = (logits == float("-inf")).all(-1, keepdim=True)  # by the masks or by the bias
+    logits = logits.masked_fill(fully_masked, 0.0)
+    weights = logits.softmax(-1).masked_fill(fully_masked, 0.0)
+    return weights, logits.logsumexp(-1).masked_fill(fully_masked.squeeze(-1), float("-inf"))
 
 
 def _finite(*tensors: Tensor) -> bool:

@@ -33,8 +33,8 @@ def attend_reference(
     hidden = ~masks.tile(rows, cols)
     logits = logits.where(sound_q & sound_k.mT, float("nan")).masked_fill(hidden, float("-inf"))
 
-    blind = (logits == float("-inf")).all(-1, keepdim=True)  # by the masks or by the bias
-    logits = logits.masked_fill(blind, 0.0)
-    weights = logits.softmax(-1).masked_fill(blind, 0.0)
-    lse = logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+    fully_masked = (logits == float("-inf")).all(-1, keepdim=True)  # by the masks or by the bias
+    logits = logits.masked_fill(fully_masked, 0.0)
+    weights = logits.softmax(-1).masked_fill(fully_masked, 0.0)
+    lse = logits.logsumexp(-1).masked_fill(fully_masked.squeeze(-1), float("-inf"))
     return (weights @ v).to(dtype), lse

@@ -76,7 +76,7 @@ class Bias:
         ours, theirs = self.key_tensors(), later.key_tensors()
         if type(later) is not type(self) or ours.keys() != theirs.keys():
             raise TypeError(
-                f"a {type(self).__name__} with {list(ours)} can only be extended by its like, "
+                f"a {type(self).__name__} with {list(ours)} can only be extended by the same kind, "
                 f"got {type(later).__name__} with {list(theirs)}"
             )
         return later.replaced({name: join(tensor, theirs[name]) for name, tensor in ours.items()})  # type: ignore[return-value]
@@ -93,6 +93,10 @@ class Bias:
 
     def at_scale(self, scale: float) -> Self:
         """The same bias in attention with this scale of <q, k>; `attend` asks for it before any `tile`."""
+        return self
+
+    def with_gain(self, gain: float) -> Self:
+        """The same bias where `attend` scales <q, k> by 1/gain of what products of this bias's own q and k need."""
         return self
 
     def logits(self) -> LogitFunction | None:

@@ -77,7 +77,7 @@ class DistanceBias(Bias):
     def rebased(self, offset: float) -> DistanceBias:
         if offset != int(offset):
             raise ValueError(
-                f"a DistanceBias has a value for whole distances only, and cannot be moved by {offset}"
+                f"a DistanceBias has values for whole distances only and cannot be moved by {offset}"
             )
         return replace(self, position_k=self.position_k - offset)
 

@@ -81,11 +81,14 @@ class TileBias(_Features):
             between, so a cache with sinks may drop those.
         positions: the key features that hold positions, so that a cache can be rebased; None where it
             cannot.
+        gain: what `attend` multiplies its scale by first; a composition sets it where another part gave q and k
+            more features than these products have.
     """
 
     scale: float | None = None
     pairwise: bool = False
     positions: tuple[str, ...] | None = None
+    gain: float = 1.0
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         tensors = [*self.query.values(), *self.key.values()]
@@ -94,7 +97,10 @@ class TileBias(_Features):
         return tile if self.scale is None else self.scale * tile
 
     def at_scale(self, scale: float) -> TileBias:
-        return self if self.scale is None else replace(self, scale=scale)
+        return self if self.scale is None else replace(self, scale=scale * self.gain)
+
+    def with_gain(self, gain: float) -> TileBias:
+        return replace(self, gain=gain)
 
     def rebased(self, offset: float) -> TileBias:
         if self.positions is None:

@@ -25,6 +25,9 @@ class SumBias(Compound):
     def at_scale(self, scale: float) -> SumBias:
         return self.changed(lambda i, part: part.at_scale(scale))
 
+    def with_gain(self, gain: float) -> SumBias:
+        return self.changed(lambda i, part: part.with_gain(gain))
+
     def settled(self, last: int) -> SumBias:
         return SumBias(tuple(part.settled(last) for part in self.parts))
 

@@ -150,7 +150,7 @@ def arrange(
             ids = starts.cumsum(-1) + (tail.document.unsqueeze(-1) if packed else 0)  # type: ignore[union-attr]
     if not falls and _any(bad, real):
         raise ValueError(
-            f"positions must go on from {rows} and increase, got {where.tolist()}; to go back, crop the "
+            f"positions must continue from {rows} and increase, got {where.tolist()}; to go back, crop the "
             "cache first, and for packed sequences give documents="
         )
     ends, places = _ends(where, counts, rows)

@@ -250,9 +250,7 @@ def bias_rows(bias: Bias, rows: slice, t: Tensor) -> Tensor | None:
 
 # single quotes: torch 2.13 does not escape double ones when it writes an assertion's message into C++
 USE = "use cache_implementation='dynamic' (the default)"
-INCREASE = (
-    f"position_ids must go on from those before and increase: a static cache holds no packed documents; {USE}"
-)
+INCREASE = f"position_ids must continue from the cached ones and increase, without packed documents; {USE}"
 FULL = "the static cache is full: it holds max_cache_len tokens; set a larger max_cache_len"
 
 

@@ -151,15 +151,15 @@ class TokenStore:
         uneven = list(counts) != lengths and (len(set(counts)) > 1 or bool(self.tokens.lead))
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             if not 0 <= count <= length:
-                raise ValueError(f"cannot take back {count} tokens: the cache has {length}")
+                raise ValueError(f"cannot remove {count} tokens: the cache has {length}")
             if uneven and self.sinks and length - count <= self.sinks:
                 raise ValueError(
                     f"sequences of different lengths must keep more than their first sinks={self.sinks} "
-                    f"tokens: cannot take back {count} of {length}"
+                    f"tokens: cannot remove {count} of {length}"
                 )
             if 0 < count < length and not self._reachable(b, count, length - count):
                 raise ValueError(
-                    f"cannot take back {count} tokens: what came before them is no longer kept; "
+                    f"cannot remove {count} tokens: the tokens before them are no longer cached; "
                     f"build the cache with rollback={count} or more"
                 )
 

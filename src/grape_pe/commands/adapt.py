@@ -20,18 +20,24 @@ DEFAULTS = {"steps": 500, "batch": 4, "micro_batch": 1, "eval_tokens": 1 << 14, 
 
 def add_parsers(commands: Commands) -> None:
     about = (
-        "Give MODEL, a Hugging Face directory or a GGUF file, another encoding; train it; measure it before,\n"
-        "during and after. Its logits are as before until it is trained. DIR/final is loaded with\n"
-        "AutoModelForCausalLM after import grape_pe.hf. Stopped or killed, the same line goes on where it was."
+        "Give MODEL (a Hugging Face directory or a GGUF file) another encoding, train it, and measure it before, "
+        "during and after. Until it is trained its logits are unchanged. To continue after a stop, run the same "
+        "command again."
     )
     parser = add_command(commands, "adapt", run_adapt, "adapt a pretrained model", EXAMPLE, about)
     parser.usage = "grape adapt MODEL --encoding NAME --data FILE [FILE ...] --out DIR [options]"
     add = parser.add_argument
     add("model", metavar="MODEL", help=argparse.SUPPRESS)
-    add("--encoding", metavar="NAME", help="with a rotation: rope+fox, 'rope+fox[forget_bias=4]'")
-    add("--sweep", metavar="NAMES", help="several encodings, separated by commas, instead")
-    add("--data", nargs="+", required=True, metavar="FILE", help="text, jsonl, parquet, directories, globs")
-    add("--out", required=True, metavar="DIR", help="directory of the results")
+    add("--encoding", metavar="NAME", help="such as rope+fox or 'rope+fox[forget_bias=4]'")
+    add("--sweep", metavar="NAMES", help="several encodings, separated by commas")
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text, JSONL or Parquet files, directories or globs",
+    )
+    add("--out", required=True, metavar="DIR", help="results; load DIR/final after import grape_pe.hf")
     _add_training(parser)
     _add_evaluation(parser)
     add("--quiet", action="store_true", help="no progress line")
@@ -40,21 +46,32 @@ def add_parsers(commands: Commands) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--train", choices=("new", "all"), default="new", help="the new parameters (default) or all")
-    add("--lora", type=int, default=0, metavar="RANK", help="LoRA beside the new parameters")
-    add("--context", type=int, default=0, metavar="N", help="tokens of a sequence (default: the model's)")
-    add("--steps", type=int, default=DEFAULTS["steps"], metavar="N", help="of training (default: 500)")
-    add("--batch", type=int, default=DEFAULTS["batch"], metavar="N", help="sequences a step (default: 4)")
+    add("--train", choices=("new", "all"), default="new", help="train the new parameters (default) or all")
+    add("--lora", type=int, default=0, metavar="RANK", help="also train LoRA of this rank on the model")
+    add(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens per sequence (default: the model's)",
+    )
+    add("--steps", type=int, default=DEFAULTS["steps"], metavar="N", help="training steps (default: 500)")
+    add("--batch", type=int, default=DEFAULTS["batch"], metavar="N", help="sequences per step (default: 4)")
     add("--micro-batch", type=int, default=DEFAULTS["micro_batch"], metavar="N",
-        help="sequences in memory at once (default: 1)")  # fmt: skip
-    add("--lr", type=float, metavar="RATE", help="of the new parameters (default: 1e-3)")
-    add("--own-lr", type=float, metavar="RATE", help="of LoRA (default: 5e-4) or the model (default: 1e-4)")
+        help="sequences per forward pass (default: 1)")  # fmt: skip
+    add("--lr", type=float, metavar="RATE", help="learning rate of new parameters (default: 1e-3)")
+    add(
+        "--own-lr",
+        type=float,
+        metavar="RATE",
+        help="that of LoRA (default: 5e-4) or the model (1e-4)",
+    )
     add("--shared", action="store_true", help="one encoding for all layers")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and data (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add("--bf16", action="store_true", help="autocast to bfloat16; weights stay float32")
     add("--recompute", action="store_true", help="checkpoint activations: less memory, more time")
     add("--checkpoint-every", type=int, default=DEFAULTS["checkpoint_every"], metavar="N",
-        help="steps (default: 50)")  # fmt: skip
+        help="steps between checkpoints (default: 50)")  # fmt: skip
 
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
@@ -63,17 +80,28 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         default="1,2,4,8,16",
         metavar="N,N",
-        help="in contexts of the model (default: 1,2,4,8,16)",
+        help="multiples of the context (default: 1,2,4,8,16)",
     )
     add("--eval-tokens", type=int, default=DEFAULTS["eval_tokens"], metavar="N",
-        help="predictions at each length (default: 16384)")  # fmt: skip
-    add("--eval-every", type=int, default=0, metavar="N", help="steps (default: a quarter of all)")
+        help="tokens evaluated per length (default: 16384)")  # fmt: skip
+    add(
+        "--eval-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="steps (default: a quarter of --steps)",
+    )
     add("--tasks", metavar="NAMES", help="language tasks to score, separated by commas")
-    add("--task-data", default="", metavar="DIR", help="their questions, as for grape eval lm")
-    add("--task-limit", type=int, default=0, metavar="N", help="questions of each task (default: all)")
+    add(
+        "--task-data",
+        default="",
+        metavar="DIR",
+        help="questions of --tasks, as for grape eval lm --data",
+    )
+    add("--task-limit", type=int, default=0, metavar="N", help="questions per task (default: all)")
     add("--passkey", type=int, default=0, metavar="N",
-        help="texts of each length and depth with a number to find (default: none)")  # fmt: skip
-    add("--export", action="store_true", help="also DIR/stock, for transformers without grape_pe")
+        help="passkey texts per length and depth (default: none)")  # fmt: skip
+    add("--export", action="store_true", help="also write DIR/stock, without grape_pe")
 
 
 def run_adapt(options: argparse.Namespace) -> int:
@@ -89,7 +117,7 @@ def run_adapt(options: argparse.Namespace) -> int:
         options.model, encodings, options.data, options.out, wishes(options), options.quiet or options.json
     )
     if found.signal:
-        print("stopped and saved; the same command goes on")
+        print("stopped and saved; run the same command to continue")
         return 128 + found.signal
     models = {label: str(path) for label, path in found.models.items()}
     if options.json:

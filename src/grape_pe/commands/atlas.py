@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..extras import require
-from .errors import OK
+from .errors import OK, CommandError
 from .parsers import Commands, add_command
 
 EXAMPLE = "grape atlas --out atlas.html\n  grape atlas --encodings rope,fox,grape-ap"
@@ -19,8 +19,10 @@ def add_parsers(commands: Commands) -> None:
         "source, options. Takes less than a minute. With --import MODULE your own encodings are on it too."
     )
     parser = add_command(commands, "atlas", run_atlas, "write a page about every encoding", EXAMPLE, about)
-    parser.add_argument("--encodings", help="names separated by commas (default: all)")
-    parser.add_argument("--out", type=Path, default=Path("atlas.html"), help="the page (default: atlas.html)")
+    parser.add_argument("--encodings", metavar="NAMES", help="names separated by commas (default: all)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("atlas.html"), metavar="FILE", help="the page (default: atlas.html)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress line")
 
 
@@ -34,6 +36,8 @@ def run_atlas(options: argparse.Namespace) -> int:
     from ..lab.written import split_names
 
     which = names() if options.encodings is None else split_names(options.encodings)
+    if not which:
+        raise CommandError(f"--encodings must name at least one encoding, got {options.encodings!r}")
     for name in which:
         built(name)  # a mistake is reported before anything is measured
     line = ProgressLine("atlas", 0, len(which), options.quiet)

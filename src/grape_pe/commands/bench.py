@@ -18,8 +18,12 @@ def add_parsers(commands: Commands) -> None:
         commands, "bench", run_bench, "run a benchmark of the source checkout",
         "grape bench attention --lengths 4096",
     )  # fmt: skip
-    parser.add_argument("name", help="which: a module of benchmarks/, such as attention")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own; try --help")
+    parser.add_argument("name", help="a benchmark: attention, decode, model, rotation, train …")
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="options of the benchmark; grape bench NAME --help lists them",
+    )
 
 
 def run_bench(options: argparse.Namespace) -> int:

@@ -20,33 +20,38 @@ EXAMPLE = "grape compare small --encodings rope,fox,grape-ap,grape-ap+kv --seeds
 
 def add_parsers(commands: Commands) -> None:
     about = (
-        "Train each encoding for each seed under one recipe, evaluate, and write a report. WHAT is demo,\n"
-        "small, flip-flop, probes, or a YAML file; its recipe takes settings as grape train does\n"
-        "(--train.steps 500), and that of its probes with probe. before them (--probe.train.steps 500),\n"
-        "or without where only probes are trained. Stopped or killed, the same line goes on where it was;\n"
-        "more encodings or seeds can be added later. +kv after an encoding adds KV-shift,\n"
-        "[name=value] before it sets options (quote brackets in a shell)."
+        "Train each encoding with each seed under one recipe, evaluate, and write a report. To continue after a\n"
+        "stop, or to add encodings or seeds, run the command again with the same --out.\n\n"
+        "WHAT is demo, small, small-kv, extrapolation, flip-flop, mqar, probes, or a YAML file. Settings of its\n"
+        "recipe are options, as in grape train (--train.steps 500); settings of its probes begin with probe.\n"
+        "(--probe.train.steps 500), except where only probes are trained.\n\n"
+        "An encoding can have options in brackets, and +kv for KV-shift: 'fox[forget_bias=4]+kv'."
     )
     parser = add_command(commands, "compare", run_compare, "compare encodings", EXAMPLE, about)
     parser.add_argument("comparison", metavar="WHAT", help="a shipped comparison or a file")
     parser.add_argument(
         "--encodings",
+        metavar="NAMES",
         help="separated by commas, such as 'rope,fox[forget_bias=4]+kv' (default: those of WHAT)",
     )
-    parser.add_argument("--seeds", type=int, help="how many")
-    parser.add_argument("--tasks", help="probes, separated by commas; none for no probe")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: that of WHAT)")
+    parser.add_argument("--tasks", metavar="NAMES", help="probes, separated by commas, or none")
     parser.add_argument(
-        "--budgets", help="tokens at which the loss is measured besides the end; none for none"
+        "--budgets", metavar="N,N", help="measure the loss after these numbers of tokens too, or none"
     )
     parser.add_argument(
-        "--sweep", metavar="train.lr=A,B", help="rates tried for each encoding on seed 0; each keeps its best"
+        "--sweep",
+        metavar="train.lr=A,B",
+        help="learning rates to try on seed 0; each encoding keeps its best",
     )
-    parser.add_argument("--out", help="directory of the results (default: results/WHAT)")
+    parser.add_argument("--out", metavar="DIR", help="directory of the results (default: results/WHAT)")
     parser.add_argument(
         "--from", dest="start", type=Path, metavar="FILE",
-        help="go on with a file of grape report --jsonl: the runs in it count as done",
+        help="continue from a file of grape report --jsonl: its runs count as finished",
     )  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=0, help="runs at once (default: one a GPU or core)")
+    parser.add_argument(
+        "--jobs", type=int, default=0, metavar="N", help="parallel runs (default: one per GPU or core)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     add_settings(parser, ("", PROBE))
     add_json(parser)
@@ -61,7 +66,7 @@ def run_compare(options: argparse.Namespace) -> int:
     from ..lab.written import split_names
 
     if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
-        raise CommandError("--jobs and --seeds count things: give 1 or more")
+        raise CommandError(f"--jobs and --seeds must be at least 1, got {options.jobs} and {options.seeds}")
     given = vars(options)
     comparison = load_comparison(
         options.comparison,

@@ -10,7 +10,7 @@ from .parsers import Commands, add_command
 PREPARE_EXAMPLES = """grape data prepare builtin --tokenizer bpe-2048 --out data/python
   grape data prepare corpus/ more/*.jsonl --field content --tokenizer path/to/tokenizer.json --out data/mine
   grape data prepare fineweb-edu-10B --out data/fineweb-edu-10B --workers 16
-Killed or out of disk, the same line continues. What it writes does not depend on --workers."""
+If it is killed or the disk is full, run the same command again to continue. --workers does not change the result."""
 SOURCES = (
     "builtin (text of the running Python); text, jsonl or parquet files, directories and globs; "
     "hf:NAME (a Hugging Face dataset, streamed); fineweb-edu-10B, fineweb-edu-100B, openwebtext"
@@ -20,47 +20,59 @@ SOURCES = (
 def add_parsers(commands: Commands) -> None:
     example = "grape data prepare builtin --tokenizer bytes --out data/python"
     data = add_command(commands, "data", None, "prepare and check datasets of tokens", example)
-    kinds = data.add_subparsers(title="what to do", metavar="WHAT", required=True)
+    kinds = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_prepare(kinds)
     _add_adopt(kinds)
     for name, run, about in (
-        ("info", _info, "say what a dataset holds"),
-        ("verify", _verify, "read every shard: its length, its hash, and that tokens are in the vocabulary"),
+        ("info", _info, "show the tokens and settings of a dataset"),
+        ("verify", _verify, "check each shard's length, hash and tokens"),
     ):
         parser = add_command(kinds, name, run, about, f"grape data {name} data/python")
-        parser.add_argument("directory", help="a prepared dataset")
+        parser.add_argument("directory", metavar="DIR", help="a prepared dataset")
 
 
 def _add_prepare(kinds: Commands) -> None:
     about = "turn text into shards of tokens with a manifest"
     parser = add_command(kinds, "prepare", _prepare, about, PREPARE_EXAMPLES)
-    parser.add_argument("source", nargs="+", help=SOURCES)
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help=SOURCES)
     parser.add_argument(
-        "--out", required=True, help="the dataset's directory: new, empty, or to be continued"
+        "--out", required=True, metavar="DIR", help="directory of the dataset: new, empty, or one to continue"
     )
     parser.add_argument(
         "--tokenizer",
         help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of named sources, gpt2)",
     )
-    parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
-    parser.add_argument("--config", help="configuration of a Hugging Face dataset")
-    parser.add_argument("--split", default="train", help="its split (default: train)")
-    parser.add_argument("--shard-tokens", type=_count, default=10**8, help="tokens a shard (default: 1e8)")
-    parser.add_argument("--max-tokens", type=_count, help="stop after so many, such as 1e9")
-    parser.add_argument("--validation", type=float, default=0.005, help="share held out (default: 0.005)")
     parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N",
-                        help="of N machines that share the source's files, this is the I-th, from 1")  # fmt: skip
+                        help="prepare part I of N (from 1), for several machines")  # fmt: skip
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
+        "--field", default="text", metavar="NAME", help="field or column with the text (default: text)"
+    )
+    parser.add_argument("--config", metavar="NAME", help="configuration of a Hugging Face dataset")
+    parser.add_argument(
+        "--split", default="train", metavar="NAME", help="split of a Hugging Face dataset (default: train)"
+    )
+    parser.add_argument(
+        "--shard-tokens", type=_count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="stop after this many tokens, such as 1e9"
+    )
+    parser.add_argument(
+        "--validation", type=float, default=0.005, metavar="SHARE", help="validation share (default: 0.005)"
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes (default: all cores)"
     )
 
 
 def _add_adopt(kinds: Commands) -> None:
     about = "write a manifest beside .bin shards that exist already"
     parser = add_command(kinds, "adopt", _adopt, about, "grape data adopt fineweb/ --tokenizer gpt2")
-    parser.add_argument("directory", help="where the .bin files are; ..._val_000000.bin is for validation")
     parser.add_argument(
-        "--tokenizer", default="gpt2", help="that made them: gpt2, bytes or a path (default: gpt2)"
+        "directory", metavar="DIR", help="where the .bin files are; ..._val_000000.bin is for validation"
+    )
+    parser.add_argument(
+        "--tokenizer", default="gpt2", help="tokenizer of the shards: gpt2, bytes or a path (default: gpt2)"
     )
 
 
@@ -79,7 +91,7 @@ def _count(text: str) -> int:
     except (ValueError, OverflowError):
         whole = 0
     if whole < 1 or whole != float(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return whole
 
 
@@ -139,5 +151,8 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"{shard.file}  {problem or 'good'}")
         found += problem is not None
     if found:
-        raise LabError(f"{found} bad shard{'' if found == 1 else 's'} in {options.directory}")
+        raise LabError(
+            f"{found} bad shard{'' if found == 1 else 's'} in {options.directory}; "
+            "copy them again or prepare the dataset again"
+        )
     return 0

@@ -54,10 +54,10 @@ def described(name: str) -> dict[str, Any]:
         options = {key: _plain(value) for key, value in entry(name).options().items()}
     except (TypeError, ValueError) as problem:
         raise CommandError(" ".join(str(problem).split())) from None
-    laws, said = law_errors(moved(encoding)), facts(name)
+    laws, about = law_errors(moved(encoding)), facts(name)
     return {
         "name": name,
-        **({} if said is None else {**asdict(said), "law_with": dict(said.law_with)}),
+        **({} if about is None else {**asdict(about), "law_with": dict(about.law_with)}),
         "options": options,
         "laws": laws.kept(),
         "errors": asdict(laws),

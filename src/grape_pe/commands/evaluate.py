@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from .errors import OK, CommandError
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, add_command, add_json, natural, positive
 
 
 def add_parsers(commands: Commands) -> None:
@@ -17,15 +17,23 @@ def add_parsers(commands: Commands) -> None:
         kinds, "lm", run_lm, "accuracy on language tasks, by lm_eval",
         "grape eval lm runs/x/final --tasks arc_easy,sciq --limit 100",
     )  # fmt: skip
-    parser.add_argument("checkpoint", help="a model's directory or Hub name")
-    parser.add_argument("--tasks", help="separated by commas (default: the paper's seven)")
-    parser.add_argument("--include", help="a directory of local task files")
-    parser.add_argument("--data", help="a directory with the questions of the paper's tasks, TASK.jsonl each")
-    parser.add_argument("--tokenizer", help="if the checkpoint has none, another directory or Hub name")
-    parser.add_argument("--shots", type=int, default=0)
-    parser.add_argument("--limit", type=int, help="at most so many samples of each task")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output", help="write the scores to this JSON file")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model's directory or Hub name")
+    parser.add_argument("--tasks", metavar="NAMES", help="separated by commas (default: the paper's seven)")
+    parser.add_argument("--include", metavar="DIR", help="a directory of local task files")
+    parser.add_argument(
+        "--data", metavar="DIR", help="a directory with the questions of the paper's tasks, TASK.jsonl each"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="directory or Hub name of the tokenizer (default: the model's)"
+    )
+    parser.add_argument(
+        "--shots", type=natural, default=0, metavar="N", help="few-shot examples (default: 0)"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="most questions per task")
+    parser.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="questions per batch (default: 8)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the scores to this JSON file")
     add_json(parser)
     _add_passkey(kinds)
 
@@ -35,12 +43,23 @@ def _add_passkey(kinds: Commands) -> None:
         kinds, "passkey", run_passkey, "find a number in a long text, by length and depth",
         "grape eval passkey adapted/final --lengths 1024,4096",
     )  # fmt: skip
-    parser.add_argument("checkpoint", help="a model's directory, GGUF file or Hub name")
-    parser.add_argument("--lengths", default="256,512,1024,2048,4096", help="of the texts, in tokens")
-    parser.add_argument("--cases", type=int, default=4, help="texts for each length and depth (default: 4)")
-    parser.add_argument("--others", type=int, default=0, help="other numbers in each text (default: 0)")
-    parser.add_argument("--tokenizer", help="if the checkpoint has none, another directory or Hub name")
-    parser.add_argument("--output", help="write the scores to this JSON file")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model's directory, GGUF file or Hub name")
+    parser.add_argument(
+        "--lengths",
+        default="256,512,1024,2048,4096",
+        metavar="N,N",
+        help="text lengths in tokens (default: 256,512,1024,2048,4096)",
+    )
+    parser.add_argument(
+        "--cases", type=positive, default=4, metavar="N", help="texts for each length and depth (default: 4)"
+    )
+    parser.add_argument(
+        "--others", type=natural, default=0, metavar="N", help="distractor numbers in each text (default: 0)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="directory or Hub name of the tokenizer (default: the model's)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the scores to this JSON file")
     add_json(parser)
 
 

@@ -31,11 +31,15 @@ def add_parsers(commands: Commands) -> None:
     )
     parser = add_command(commands, "inspect", run_inspect, "diagnose an encoding", EXAMPLE, about)
     parser.add_argument(
-        "what", metavar="CHECKPOINT|NAME", help="a run, a saved model, or a name with options"
+        "what", metavar="CHECKPOINT|NAME", help="a run, a saved model, or the name of an encoding"
     )
-    parser.add_argument("--layer", type=int, default=1, help="which layer to show (default: 1)")
-    parser.add_argument("--heads", type=int, default=8, help="of an encoding by name (default: 8)")
-    parser.add_argument("--head-dim", type=int, default=64, help="of an encoding by name (default: 64)")
+    parser.add_argument("--layer", type=int, default=1, metavar="N", help="layer to show (default: 1)")
+    parser.add_argument(
+        "--heads", type=int, default=8, metavar="N", help="for NAME: number of heads (default: 8)"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, default=64, metavar="N", help="for NAME: features per head (default: 64)"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture as a page")
     add_json(parser)
 
@@ -90,11 +94,13 @@ def _spectrum_line(layer: LayerInspection) -> str:
     waves = [wave for row in layer.spectrum.wavelengths for wave in row if wave is not None]
     count = len(layer.spectrum.frequencies[0])
     groups = len(layer.spectrum.frequencies)
-    said = f"[bold]Spectrum[/bold]: {count} planes" + (f" for each of {groups} heads" if groups > 1 else "")
+    turned = sum(any(row) for row in layer.spectrum.frequencies)
+    of_heads = f" for each of {groups} heads" if turned == groups else f" for {turned} of {groups} heads"
+    line = f"[bold]Spectrum[/bold]: {count} planes" + (of_heads if groups > 1 else "")
     if waves:
-        said += f", wavelengths {min(waves):,.1f} to {max(waves):,.1f} tokens"
+        line += f", wavelengths {min(waves):,.1f} to {max(waves):,.1f} tokens"
     moved = layer.spectrum.moved
-    return said if moved is None else f"{said}; learned, moved at most {100 * moved:.2g}% from the start"
+    return line if moved is None else f"{line}; learned, moved at most {100 * moved:.2g}% from the start"
 
 
 def _table(*columns: str) -> Any:

@@ -14,10 +14,12 @@ def add_parsers(commands: Commands) -> None:
         commands, "model", run_model, "count the parameters of one of the paper's models",
         "grape model medium --encoding grape-ap",
     )  # fmt: skip
-    parser.add_argument("size", choices=("medium", "large"))
+    parser.add_argument("size", choices=("medium", "large"), help="model size in the paper")
     parser.add_argument("--encoding", default="rope", help="any name, or several joined by + (default: rope)")
-    parser.add_argument("--kv-shift", action="store_true")
-    parser.add_argument("--real", action="store_true", help="allocate it; by default it is built on meta")
+    parser.add_argument(
+        "--kv-shift", action="store_true", help="mix each key and value with the previous one"
+    )
+    parser.add_argument("--real", action="store_true", help="allocate the weights (default: meta device)")
     add_json(parser)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ def add_command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help,
-        description=description or help[0].upper() + help[1:] + ".",
+        description=wrapped(description or help[0].upper() + help[1:] + "."),
         epilog=f"Example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -28,12 +30,32 @@ def add_command(
     return parser
 
 
+def wrapped(text: str) -> str:
+    """Paragraphs at the width of the terminal, for the formatter that keeps the lines of the examples."""
+    width = min(shutil.get_terminal_size().columns, 110) - 2
+    return "\n\n".join(textwrap.fill(part, width) for part in text.split("\n\n"))
+
+
 def add_import(parser: argparse.ArgumentParser, dest: str, help: str) -> None:
     """--import, before and after the name of a command; those before are a destination of their own, which
     the parser of the command would overwrite."""
     parser.add_argument(
         "--import", dest=dest, action="append", default=argparse.SUPPRESS, metavar="MODULE", help=help
     )
+
+
+def positive(text: str) -> int:
+    """The type of an option that takes 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """The type of an option that takes 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
+    return int(text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

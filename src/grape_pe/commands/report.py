@@ -23,12 +23,14 @@ def add_parsers(commands: Commands) -> None:
     parser = add_command(
         commands, "report", run_report, "write the report of comparisons or runs", EXAMPLE, about
     )
-    parser.add_argument("places", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--out", type=Path, help="the page (default: report.html in the first directory)")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown, and write no page")
+    parser.add_argument("places", nargs="+", type=Path, metavar="DIR", help="directories or JSONL files")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: report.html in the first directory)"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print Markdown instead of writing a page")
     parser.add_argument(
         "--jsonl", type=Path, metavar="FILE",
-        help="write a comparison's results to one file, which grape compare --from goes on with, and no page",
+        help="write the results of one comparison to FILE, for grape compare --from, instead of a page",
     )  # fmt: skip
     add_json(parser)
 

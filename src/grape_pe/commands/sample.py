@@ -15,12 +15,22 @@ def add_parsers(commands: Commands) -> None:
         commands, "sample", run_sample, "write text with a trained model",
         'grape sample runs/x --prompt "The import system" --tokens 100',
     )  # fmt: skip
-    parser.add_argument("checkpoint", help="a run, one of its checkpoints, or a model directory")
-    parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
-    parser.add_argument("--tokens", type=int, default=200, help="at most so many (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="share of the likeliest (default: 0.95)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a run, one of its checkpoints, or a model directory"
+    )
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="beginning of the text (default: a new document)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: 200)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default: 0.95)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add_json(parser)
 
 

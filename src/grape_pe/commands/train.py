@@ -22,18 +22,24 @@ EXAMPLE = "grape train small --encoding grape-ap --train.steps 500 --train.check
 def add_parsers(commands: Commands) -> None:
     about = (
         "Train a model. RECIPE is a shipped one (grape recipes) or a YAML file; any of its settings can be\n"
-        "given as --section.name VALUE (--print-config shows them all). Under torchrun, all ranks share it.\n"
-        "Stopped by Ctrl-C or SIGTERM it saves first; the same line with --resume goes on."
+        "given as --section.name VALUE (--print-config shows them all). It also runs under torchrun.\n"
+        "Ctrl-C and SIGTERM save a checkpoint first; run the same command with --resume to continue."
     )
     parser = add_command(commands, "train", run_train, "train a model", EXAMPLE, about)
-    parser.add_argument("recipe", metavar="RECIPE", help="such as demo, small, paper-medium, or a file")
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe or a YAML file")
     _add_shortcuts(parser)
     add_settings(parser)
-    parser.add_argument("--out", help="the run's directory (needed to train)")
-    parser.add_argument("--resume", action="store_true", help="continue the run there; from nothing, start")
-    parser.add_argument("--print-config", action="store_true", help="print the settings and stop")
-    parser.add_argument("--dry-run", action="store_true", help="print size, cost and schedule, and stop")
-    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="processes of --dry-run")
+    parser.add_argument("--out", metavar="DIR", help="directory of the run (required to train)")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --out; without a checkpoint, start fresh"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the settings as YAML, then exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print model size, cost and schedule, then exit"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=0, metavar="N", help="with --dry-run: number of processes"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     add_json(parser)
     listing = add_command(commands, "recipes", run_recipes, "list the recipes", "grape recipes --json")
@@ -70,8 +76,9 @@ def refuse_unknown(options: argparse.Namespace, left: list[str]) -> None:
         _require_configuration()
     wrong = left[0].split("=")[0].lstrip("-")
     near = difflib.get_close_matches(wrong, known or [], n=1)
-    hint = f"; did you mean --{near[0]}?" if near else "; --help shows what there is"
-    raise CommandError(f"unknown option {left[0].split('=')[0]!r}{hint}")
+    hint = f"; did you mean --{near[0]}?" if near else "; --help lists the options"
+    kind = "unknown option" if left[0].startswith("-") else "unexpected argument"
+    raise CommandError(f"{kind} {left[0].split('=')[0]!r}{hint}")
 
 
 def configured(options: argparse.Namespace) -> RunConfig:
@@ -106,7 +113,7 @@ def report(outcome: Any, as_json: bool) -> int:
         if as_json:
             print(json.dumps({**asdict(outcome), "directory": str(outcome.directory)}))
         elif outcome.signal:
-            print(f"stopped and saved at step {outcome.step}; go on with --resume")
+            print(f"stopped and saved at step {outcome.step}; continue with --resume")
         else:
             loss = (
                 "" if outcome.validation_loss is None else f", validation loss {outcome.validation_loss:.4f}"

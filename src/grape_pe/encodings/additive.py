@@ -43,7 +43,7 @@ class SlopeEncoding(Encoding):
             slopes = [slopes] * shape.heads
         if slopes is not None and len(slopes) != shape.heads:
             raise ValueError(
-                f"slopes must hold one number for each of {shape.heads} heads, got {len(slopes)}"
+                f"slopes must have one number for each of {shape.heads} heads, got {len(slopes)}"
             )
         if slopes is not None and not all(s >= 0 for s in slopes):
             raise ValueError(

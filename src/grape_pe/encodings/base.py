@@ -405,4 +405,6 @@ class Composite(Encoding):
                 q, k = code.q, code.k
             bias = code.bias if bias is NO_BIAS else bias + code.bias
             carried.append(code.state)
+        if q.shape[-1] != self.shape.head_dim:  # PoPE: attend's scale is then smaller
+            bias = bias.with_gain((q.shape[-1] / self.shape.head_dim) ** 0.5)
         return Encoded(q, k, bias, tuple(carried) if any(s is not None for s in carried) else None)

@@ -77,17 +77,17 @@ class Frequencies(FullPrecision):
                 )
         elif len(self.spectrum) != self.planes:
             raise ValueError(
-                f"spectrum must hold one frequency for each of the {self.planes} planes, "
+                f"spectrum must have one frequency for each of the {self.planes} planes, "
                 f"got {len(self.spectrum)}"
             )
 
     def _checked_sections(self, sections: Sequence[int]) -> list[int]:
-        found = list(sections)
+        found = list(sections) if isinstance(sections, (list, tuple)) else []
         whole = all(isinstance(n, int) and n >= 0 for n in found)
         if not whole or self.coords == 1 or len(found) != self.coords or sum(found) != self.planes:
             raise ValueError(
                 f"sections must be the number of planes of each of the coords={self.coords} axes (2 or 3), "
-                f"{self.planes} together; got {found}. Qwen2-VL has (16, 24, 24) of 64 planes"
+                f"{self.planes} together; got {found or sections!r}. Qwen2-VL has (16, 24, 24) of 64 planes"
             )
         if self.axes == "mixed":
             raise ValueError('sections give each plane to one axis; use axes="disjoint" (the default)')

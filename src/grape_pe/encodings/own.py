@@ -69,8 +69,8 @@ def _failed(name: str, problem: BaseException) -> str:
     """The error and the line of the user's code that raised it, on one line."""
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if "importlib" not in f.filename]
     where = "" if len(frames) < 2 else f" ({frames[-1].filename}, line {frames[-1].lineno})"
-    said = " ".join(str(problem).split())
-    return f"--import {name} failed with {type(problem).__name__}: {said}{where}"
+    message = " ".join(str(problem).split())
+    return f"--import {name} failed with {type(problem).__name__}: {message}{where}"
 
 
 def _check_origin(name: str) -> None:

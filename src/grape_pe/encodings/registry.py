@@ -110,7 +110,7 @@ def register(name: str, cls: type[Encoding], **preset: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise TypeError(f"register expects a subclass of grape_pe.Encoding, got {cls!r}")
     if not name or set(name) & set("+@,[]/ "):
-        raise ValueError(f"{name!r} is no name for an encoding; use letters, digits and hyphens")
+        raise ValueError(f"{name!r} is not a valid encoding name; use letters, digits and hyphens")
     if name in ENTRIES and not _same_class(ENTRIES[name].cls, cls):
         raise ValueError(f"{name!r} is taken by {ENTRIES[name].cls.__qualname__}; choose another name")
     ENTRIES[name] = Entry(cls, preset)
@@ -213,6 +213,10 @@ def _options_of(part: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _build_part(name: str, shape: HeadShape, options: dict[str, Any]) -> Encoding:
     known = entry(name)
+    for key, default in known.options().items():
+        if isinstance(default, (int, float)) and isinstance(options.get(key), str):
+            kind = "True or False" if isinstance(default, bool) else "a number"
+            raise TypeError(f"{key} of {name} must be {kind}, got {options[key]!r}")
     part = known.cls(shape, **{**known.preset, **known.defaults, **options})
     part.spec = _spec(name, shape, options)
     return part
@@ -220,12 +224,12 @@ def _build_part(name: str, shape: HeadShape, options: dict[str, Any]) -> Encodin
 
 def _spec(name: str, shape: HeadShape, options: dict[str, Any]) -> str:
     """The call that builds it again: what `repr` shows."""
-    said: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim}
+    sizes: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim}
     if shape.kv_heads != shape.heads:
-        said["kv_heads"] = shape.kv_heads
+        sizes["kv_heads"] = shape.kv_heads
     if shape.width is not None:
-        said["width"] = shape.width
+        sizes["width"] = shape.width
     plain = {key: value for key, value in options.items() if key.isidentifier()}
     nested = {key: value for key, value in options.items() if key not in plain}
-    words = [repr(name), *(f"{key}={value!r}" for key, value in {**said, **plain}.items())]
+    words = [repr(name), *(f"{key}={value!r}" for key, value in {**sizes, **plain}.items())]
     return f"build({', '.join(words + ([f'**{nested!r}'] if nested else []))})"

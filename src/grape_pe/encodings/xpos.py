@@ -106,7 +106,7 @@ class XPos(RotationEncoding):
             (far <= reach).all(),
             readable(far) and far.device.type == "cpu",
             f"xpos keeps positions up to {reach:.0f} from the middle of the first call in {dtype}, and these are "
-            "farther: call cache.rebase(n) before the next tokens, or raise scale_base",
+            "farther: call cache.rebase(n) of a StreamingCache before the next tokens, or raise scale_base",
         )
 
     def _turn_key(self, element: ScaledRotation, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ..encodings.registry import entry
 from ..encodings.scaling import read_scaling, spelled_out
 from .config import LAYER_TYPE, check_options
 from .families import Family
@@ -120,9 +121,7 @@ class AdaptedFields:
         if not self.has_rotation and self.rotation != 0.0:
             raise ValueError(
                 f"{self.encoding!r} would change the logits: the rotation the model was trained with must "
-                f"stay, as one of {', '.join(ROTATIONS)}; for example 'rope+{self.encoding}'. To leave the rotation, "
-                f"adapt to {'rope' if self.encoding == 'nope' else f'rope+{self.encoding}'!r} and fade it out in "
-                "training, by grape_pe.hf.RotationFade"
+                f"stay, as one of {', '.join(ROTATIONS)}; {self._advice()}"
             )
         if not 0.0 <= self.rotation <= 1.0:
             raise ValueError(f"rotation must be from 0 to 1, got {self.rotation}; RotationFade sets it")
@@ -135,6 +134,18 @@ class AdaptedFields:
             raise ValueError(
                 'basis="circulant" would change the logits; use "orthogonal", which starts as the RoPE'
             )
+
+    def _advice(self) -> str:
+        """What to adapt to instead of an encoding without the model's rotation."""
+        parts = [part for part in self.encoding.split("+") if part != "nope"]
+        for part in parts:
+            if entry(part).cls.transforms:
+                return f"{part} is another encoding of q and k, with which a model must be trained from the start"
+        kept = "+".join(["rope", *parts])
+        return (
+            f"for example {kept!r}. To leave the rotation, adapt to {kept!r} and fade it out in training, by "
+            "grape_pe.hf.RotationFade"
+        )
 
     def _check_attention(self) -> None:
         """Attention that `grape_pe.attend` computes: one fixed spectrum, no dropout, no soft-capping, causal."""

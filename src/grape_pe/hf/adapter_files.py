@@ -84,5 +84,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             f"{path} is not a safetensors file ({error}); pickles are not read, because they can run code"
         ) from error
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is no adapter: expected format {FORMAT!r}, got {metadata.get('format')!r}")
+        raise ValueError(
+            f"{path} is not an adapter: expected format {FORMAT!r}, got {metadata.get('format')!r}"
+        )
     return metadata, tensors

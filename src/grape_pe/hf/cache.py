@@ -154,7 +154,7 @@ class GrapeStaticLayer(GrapeCacheLayer, StaticLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
-            raise ValueError(f"a static cache cannot take tokens back; {USE}")
+            raise ValueError(f"a static cache cannot remove tokens; {USE}")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -174,7 +174,7 @@ def static_layout(
     """Positions of the new tokens; the cache then counts them as stored."""
     first, (batch, count) = layers[0], x.shape[:2]
     if not count:
-        raise ValueError(f"a static cache takes one token or more a call, got none; {USE}")
+        raise ValueError(f"a static cache needs at least one token per call, got none; {USE}")
     fresh = first.empty
     if fresh:
         place = first.place
@@ -198,7 +198,7 @@ def layers_of(cache: Cache, count: int, encoding: Encoding) -> list[Any]:
     if layers[0].encoding not in (None, encoding):
         if not layers[0].empty:
             raise ValueError(
-                "past_key_values was filled by another model, whose encoding it would go on with; pass an empty "
+                "past_key_values was filled by another model, whose encoding it would continue; pass an empty "
                 "DynamicCache() or nothing"
             )
         for layer in layers:

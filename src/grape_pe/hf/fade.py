@@ -70,7 +70,8 @@ def faded(bias: Bias, amplitude: Tensor) -> Bias:
     if isinstance(bias, NoBias):
         return bias
     raise TypeError(
-        f"a {type(bias).__name__} has no rate to start from zero; use a slope, a path or a table of distances"
+        f"a {type(bias).__name__}, as fire, cope, dape and path have, has no rate to start from zero; use a slope, a "
+        "path integral (grape-ap) or a table of distances (t5, kerple-log, …)"
     )
 
 

@@ -208,7 +208,7 @@ def load(
     try:
         tree = recipe_tree(recipe if isinstance(recipe, Mapping) else str(recipe))
     except RecursionError:
-        raise LabError(f"the bases of {recipe} go round in a circle") from None
+        raise LabError(f"{recipe}: the recipes named by base form a cycle; remove one base") from None
     for name, value in (overrides or {}).items():
         tree = merged(tree, _nested(name, value))
     return validated(tree)
@@ -233,8 +233,8 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
     path = Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(name, shipped, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise LabError(f"no {kind} or file {name!r}; {hint}There are {', '.join(shipped)}, or any YAML file")
+        hint = f"did you mean {near[0]}? Otherwise " if near else ""
+        raise LabError(f"no {kind} or file {name!r}; {hint}choose {', '.join(shipped)}, or a YAML file")
     try:
         return _parse(path.read_text(), name)
     except (OSError, UnicodeDecodeError) as problem:
@@ -258,11 +258,11 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as problem:
-        raise LabError(f"{where} is no YAML: {' '.join(str(problem).split())}") from None
+        raise LabError(f"{where} is not valid YAML: {' '.join(str(problem).split())}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise LabError(f"{where} must hold settings by name, got a {type(tree).__name__}")
+        raise LabError(f"{where} must be a mapping of settings, such as seed: 1, got a {type(tree).__name__}")
     return tree
 
 
@@ -297,17 +297,18 @@ def checked(kind: type[Checked], tree: Mapping[str, Any], names: list[str]) -> C
     try:
         return kind.model_validate(tree)
     except ValidationError as problem:
-        raise LabError("; ".join(_explain(error, names) for error in problem.errors())) from None
+        raise LabError("; ".join(explained(error, names) for error in problem.errors())) from None
 
 
-def _explain(error: Any, names: list[str]) -> str:
+def explained(error: Any, names: list[str]) -> str:
+    """One of pydantic's errors: the setting, what it must be, and the value."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         return f"unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
     if error["type"] == "value_error":  # ours: it names the settings itself
         return str(error["msg"]).removeprefix("Value error, ")
-    return f"{name}: {error['msg']}, got {error['input']!r}"
+    return f"{name}: {str(error['msg']).replace('Input should be', 'must be')}, got {error['input']!r}"
 
 
 def field_names(kind: type[RunConfig] = RunConfig) -> list[str]:

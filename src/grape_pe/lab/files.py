@@ -25,8 +25,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LabError(
-            f"cannot write {path}: {error.strerror or error}; make room or choose another directory, then "
-            "run the same command again: what is finished is kept"
+            f"cannot write {path}: {error.strerror or error}; free disk space or choose another path, then "
+            "run the same command again; finished work is kept"
         ) from error
 
 

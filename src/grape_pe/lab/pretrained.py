@@ -22,15 +22,15 @@ def check_source(path: Path) -> None:
     elif not (path / "config.json").is_file():
         raise LabError(
             f"no model in {path}: expected a directory with config.json, or a {GGUF} file; "
-            "download the model first, grape adapt fetches nothing"
+            "download the model first (grape adapt reads local files only)"
         )
 
 
 def identity_of(path: Path) -> str:
     """Names and sizes of the model's files, so that a run is not continued with another model."""
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-    said = [(p.name, p.stat().st_size) for p in files]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    sizes = [(p.name, p.stat().st_size) for p in files]
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
 
 def load_pretrained(path: Path) -> tuple[Any, Any]:

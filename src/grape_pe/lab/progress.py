@@ -27,23 +27,25 @@ class ProgressLine:
 
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[said]}"), TimeRemainingColumn(), console=Console(stderr=True),
+            TextColumn("{task.fields[status]}"), TimeRemainingColumn(), console=Console(stderr=True),
         )  # fmt: skip
         self.bar.start()
-        self.task = self.bar.add_task(self.title, total=self.total, completed=self.start, said="")
+        self.task = self.bar.add_task(self.title, total=self.total, completed=self.start, status="")
 
     def show(self, step: int, loss: float, speed: float, last: bool = False) -> None:
         self.tell(step, f"loss {loss:.4f}{self.validation}  {speed:,.0f} tokens/s", last)
 
-    def tell(self, step: int, said: str, last: bool = False) -> None:
+    def tell(self, step: int, status: str, last: bool = False) -> None:
         if step < self.start:  # resumed jobs went back to their checkpoints
             self.start, self.began = step, time.monotonic()
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, said=said)
+            self.bar.update(self.task, completed=step, status=status)
         elif not self.quiet and (last or time.monotonic() - self.printed > self.PAUSE):
             self.printed = time.monotonic()
             left = (self.printed - self.began) / max(1, step - self.start) * (self.total - step)
-            print(f"{self.title} {step}/{self.total}  {said}  {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{self.title} {step}/{self.total}  {status}  {left:.0f} s left", file=sys.stderr, flush=True
+            )
 
     def validated(self, loss: float) -> None:
         self.validation = f"  validation {loss:.4f}"

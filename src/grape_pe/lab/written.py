@@ -53,5 +53,5 @@ def _option(whole: str, text: str) -> tuple[str, Any]:
 
 
 def with_options(name: str, options: dict[str, Any]) -> str:
-    said = ",".join(f"{key}={value}" for key, value in options.items())
-    return name + (f"[{said}]" if said else "")
+    listed = ",".join(f"{key}={value}" for key, value in options.items())
+    return name + (f"[{listed}]" if listed else "")

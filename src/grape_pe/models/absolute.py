@@ -56,11 +56,11 @@ class AbsolutePositions(nn.Module):
         if layout.padding is not None:
             wrong = wrong & ~layout.pack(layout.padding)
         message = (
-            f'positions must be below max_positions={self.length}, the rows of absolute="learned"; '
+            f'positions must be from 0 to below max_positions={self.length}, the rows of absolute="learned"; '
             'set a larger max_positions and train it, or use absolute="sinusoidal"'
         )
         if places.is_cuda or not readable(places):
             torch._assert_async(~wrong.any(), message)
         elif bool(wrong.any()):
-            raise ValueError(f"{message} (got positions up to {int(places.max())})")
+            raise ValueError(f"{message} (got positions from {int(places.min())} to {int(places.max())})")
         return self.weight[places.clamp(0, self.length - 1)]

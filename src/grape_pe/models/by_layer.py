@@ -80,7 +80,7 @@ def options_for(name: str, names: Sequence[str], options: Mapping[str, Any]) -> 
         if key == "coords" or (isinstance(options[key], Mapping) and "coords" in options[key]):
             raise ValueError("encoding_options: coords is not available with different encodings by layer")
         if not any(_has(each, key) for each in every):
-            raise TypeError(f"encoding_options: {key!r} is no option of {', '.join(every)}")
+            raise TypeError(f"encoding_options: {key!r} is not an option of {', '.join(every)}")
     return {key: value for key, value in options.items() if _has(name, key)}
 
 

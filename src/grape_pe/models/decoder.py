@@ -98,11 +98,11 @@ class Trunk(nn.Module):
         x = self.embed_tokens(tokens)
         x = x if self.absolute is None else self.absolute(x, layout)
         for i, block in enumerate(self.layers):
-            held = None if cache is None else cache.layers[i]
+            layer_cache = None if cache is None else cache.layers[i]
             if checkpointing:
                 x, _ = checkpoint(block, x, layout, self.encoding, use_reentrant=False)  # type: ignore[misc]
             else:
-                x, _ = block(x, layout, self.encoding, held)
+                x, _ = block(x, layout, self.encoding, layer_cache)
         return self.norm(x)
 
 

@@ -28,13 +28,13 @@ def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
     """
     st = require("safetensors.torch", "hf")
     directory = Path(directory)
-    said = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], "auto_map": auto_map()}
-    said |= model.config.to_hf()
+    content = {"model_type": "grape", "architectures": ["GrapeForCausalLM"], "auto_map": auto_map()}
+    content |= model.config.to_hf()
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     directory.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory, prefix=".part-"))
     try:
-        (scratch / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        (scratch / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         (scratch / REMOTE_FILE).write_text(REMOTE_CODE)
         st.save_file(tensors, scratch / WEIGHTS, {"format": "pt"})
         for name in (WEIGHTS, REMOTE_FILE, CONFIG):
@@ -73,10 +73,10 @@ def _read_config(directory: Path) -> DecoderConfig:
     path = directory / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"no {CONFIG} in {directory}; save_decoder writes one")
-    said = json.loads(path.read_text())
-    if said.get("model_type") != "grape":
-        raise ValueError(f"{path} describes a {said.get('model_type')!r} model, not a grape one")
-    return DecoderConfig.from_hf({theirs: said.get(theirs) for theirs in HF_NAMES.values()})
+    content = json.loads(path.read_text())
+    if content.get("model_type") != "grape":
+        raise ValueError(f"{path} describes a {content.get('model_type')!r} model, not a grape one")
+    return DecoderConfig.from_hf({theirs: content.get(theirs) for theirs in HF_NAMES.values()})
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:
@@ -89,5 +89,5 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = st.load_file(path)
     except Exception as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
     return tensors

@@ -48,13 +48,15 @@ class _Reader:
 
     def header(self) -> dict[str, int]:
         if len(self.bytes) < self.place:
-            raise ValueError(f"{self.path} is no llama2.c model: it has {len(self.bytes)} bytes")
+            raise ValueError(f"{self.path} is not a llama2.c model: it has {len(self.bytes)} bytes")
         return dict(zip(HEADER, struct.unpack(f"<{len(HEADER)}i", self.bytes[: self.place]), strict=True))
 
     def take(self, *shape: int) -> Tensor:
         count = math.prod(shape)
         if len(self.bytes) < self.place + 4 * count:
-            raise ValueError(f"{self.path} is no llama2.c model, or is cut short: it ends within the weights")
+            raise ValueError(
+                f"{self.path} is not a llama2.c model, or is cut short: it ends within the weights"
+            )
         part = bytearray(self.bytes[self.place : self.place + 4 * count])
         self.place += 4 * count
         return torch.frombuffer(part, dtype=torch.float32).view(shape)
@@ -69,7 +71,7 @@ def read_llama2c(path: str | os.PathLike[str]) -> Llama2C:
         or sizes["width"] % sizes["heads"]
         or not sizes["vocab"]
     ):
-        raise ValueError(f"{path} is no llama2.c model without a version number: its header says {sizes}")
+        raise ValueError(f"{path} is not a llama2.c model without a version number: its header says {sizes}")
     config = _config(sizes)
     state, (cos, sin) = _weights(reader, config, sizes["context"])
     decoder = Decoder(config)

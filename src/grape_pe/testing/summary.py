@@ -44,13 +44,13 @@ class LawErrors:
     def kept(self, tolerance: float = TOL[torch.float32]) -> list[str]:
         """The names of the laws that hold up to `tolerance`."""
         composes = self.composition is not None and self.composition <= 2 * tolerance
-        held = {
+        laws = {
             "relative": self.relative <= tolerance,
             "composition": composes,
             "streaming": self.streaming <= tolerance,
             "non-positive": self.largest_bias is not None and self.largest_bias <= 0,
         }
-        return [name for name, holds in held.items() if holds]
+        return [name for name, holds in laws.items() if holds]
 
 
 @torch.no_grad()

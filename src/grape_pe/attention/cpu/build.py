@@ -184,8 +184,8 @@ def _call(compiler: str, arguments: list[str], work: Path | None = None) -> byte
         command = [compiler, *arguments]
         return subprocess.run(command, cwd=work, capture_output=True, timeout=300, check=True).stdout
     except subprocess.CalledProcessError as problem:
-        said = problem.stderr.decode(errors="replace").strip()
-        raise NoKernel(f"{compiler} failed: {said[-500:]}") from problem
+        message = problem.stderr.decode(errors="replace").strip()
+        raise NoKernel(f"{compiler} failed: {message[-500:]}") from problem
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise NoKernel(f"{compiler} did not run ({problem})") from problem
 

@@ -178,10 +178,10 @@ def machine_lock(seconds: float) -> Iterator[None]:
     from filelock import FileLock
 
     place = folder()
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if place is not None:
             try:
-                held.enter_context(FileLock(place / "check.lock", timeout=seconds))
+                stack.enter_context(FileLock(place / "check.lock", timeout=seconds))
             except TimeoutError:
                 raise
             except (OSError, NotImplementedError):

@@ -248,8 +248,8 @@ def _peak_bytes_cpu(run: Callable[[], object]) -> int | None:
     results = record.profiler.kineto_results if record.profiler is not None else None
     if results is None:
         return None
-    held = peak = 0
+    live = peak = 0
     for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        live += event.nbytes()
+        peak = max(peak, live)
     return peak

@@ -40,7 +40,7 @@ def read_arms(encodings: Sequence[str]) -> list[Arm]:
     except ValueError as problem:
         raise LabError(str(problem)) from None
     if not arms or len({arm.label for arm in arms}) < len(arms):
-        raise LabError(f"give encodings, each once; got {', '.join(encodings) or 'none'}")
+        raise LabError(f"name one encoding or more, each once; got {', '.join(encodings) or 'none'}")
     return arms
 
 
@@ -51,4 +51,6 @@ def check_root(root: Path, own: Sequence[str], labels: Sequence[str]) -> None:
     others = {p.name for p in root.iterdir()} - {*own, *labels} if root.is_dir() else set()
     unknown = [name for name in sorted(others) if not (root / name / "config.yaml").is_file()]
     if unknown:
-        raise LabError(f"{root} holds {unknown[0]} and is no sweep; give an empty or new directory as --out")
+        raise LabError(
+            f"{root} holds {unknown[0]} and is not a sweep; give an empty or new directory as --out"
+        )

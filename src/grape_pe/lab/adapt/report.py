@@ -65,17 +65,17 @@ def _unscaled(runs: Mapping[str, Path]) -> Path:
 
 def _arm(label: str, place: Path, config: AdaptConfig, step: int) -> ArmResults:
     path = evaluation_file(place, step)
-    said: dict[str, Any] = {"label": label, "seed": config.seed, "train_length": config.adapt.context}
+    fields: dict[str, Any] = {"label": label, "seed": config.seed, "train_length": config.adapt.context}
     if label != BEFORE:
         cost = read_json(place / RESULT, AGAIN)
-        said |= {
+        fields |= {
             "tokens_per_second": cost["tokens_per_second"],
             "peak_memory_bytes": float(cost["peak_memory_bytes"]),
         }
     found = place / PASSKEY.format("before" if label == BEFORE else "after")
     if found.is_file():
-        said["passkey"] = read_json(found, AGAIN)["scores"]
-    evaluation = checked(Evaluation, {**read_json(path, AGAIN), **said}, path, AGAIN)
+        fields["passkey"] = read_json(found, AGAIN)["scores"]
+    evaluation = checked(Evaluation, {**read_json(path, AGAIN), **fields}, path, AGAIN)
     training, validation = ({}, {}) if label == BEFORE else curves(read_metrics(place))
     picture = None if label == BEFORE else read_json(place / "picture.json", AGAIN)
     run = LanguageRun(config.seed, evaluation, training, validation, picture)
@@ -136,10 +136,10 @@ def trained_table(learned: Mapping[str, Any]) -> Table:
     heads = ["trained parameters", "logits at step 0", "tokens", "tok/s", "memory"]
     rows = [
         (label, [
-            Cell(f"{said['trained']:,}"), Cell(f"± {said['changed_at_step_0']:.1g}"), Cell(f"{said['tokens']:,}"),
-            Cell(f"{said['tokens_per_second']:,.0f}"), Cell(f"{said['peak_memory_bytes'] / 2**20:,.0f} MB"),
+            Cell(f"{result['trained']:,}"), Cell(f"± {result['changed_at_step_0']:.1g}"), Cell(f"{result['tokens']:,}"),
+            Cell(f"{result['tokens_per_second']:,.0f}"), Cell(f"{result['peak_memory_bytes'] / 2**20:,.0f} MB"),
         ])
-        for label, said in learned.items()
+        for label, result in learned.items()
     ]  # fmt: skip
     caption = (
         "Logits at step 0: the largest change that giving the model its encoding made to a logit, before any "

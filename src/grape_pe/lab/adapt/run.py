@@ -88,8 +88,8 @@ class _Job:
         self.arms, self.root, self.quiet = read_arms(encodings), root, quiet
         self.source = open_source(data)
         self.model, self.tokenizer = load_pretrained(path)
-        said = (str(path), identity_of(path), self.model.config)
-        self.configs = {arm.label: wishes.config(arm, *said) for arm in self.arms}
+        source = (str(path), identity_of(path), self.model.config)
+        self.configs = {arm.label: wishes.config(arm, *source) for arm in self.arms}
         for arm in self.arms:
             RunDirectory(self.directory(arm), (DATA,)).check(self.configs[arm.label], resume=True)
         if len(self.arms) > 1:
@@ -197,13 +197,13 @@ class _Run:
         decoder.cpu()
         write_text(self.directory / "picture.json", _json(picture(decoder, self.dataset, self._name)))
         trained = sum(p.numel() for group in trainer.optimizer.param_groups for p in group["params"])
-        said = {
+        result = {
             "changed_at_step_0": changed,
             "trained": trained,
             "heads": heads(decoder),
             **_cost(self.directory),
         }
-        write_json(self.directory / RESULT, said)
+        write_json(self.directory / RESULT, result)
         return 0
 
     @property
@@ -226,7 +226,7 @@ class _Run:
                 scratch.rename(place)
             except Exception as problem:  # a full disk is an error of their own in safetensors and tokenizers
                 raise LabError(
-                    f"cannot write {place}: {cause(problem)}; the checkpoints are whole: put it right and run "
+                    f"cannot write {place}: {cause(problem)}; the checkpoints are complete; fix this and run "
                     "the same command again"
                 ) from None
 

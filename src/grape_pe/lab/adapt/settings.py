@@ -19,6 +19,8 @@ from ..config import (
     RunConfig,
     Section,
     TrainSection,
+    explained,
+    field_names,
 )
 from ..errors import LabError
 from ..evaluate.lengths import FACTORS
@@ -120,9 +122,7 @@ class Wishes:
                 ),
             )  # fmt: skip
         except ValidationError as problem:
-            error = problem.errors()[0]
-            name = ".".join(map(str, error["loc"]))
-            raise LabError(f"{name}: {error['msg']}, got {error['input']!r}") from None
+            raise LabError("; ".join(explained(error, field_names()) for error in problem.errors())) from None
 
     def _fade(self, encoding: str) -> int:
         """Half of the steps for an encoding of biases alone: the model leaves its rotation gradually."""
@@ -153,13 +153,13 @@ class Wishes:
 
 
 def _model_section(arm: Arm, model: Any, shared: bool) -> ModelSection:
-    said = model.to_dict()
-    heads = said["num_attention_heads"]
+    sizes = model.to_dict()
+    heads = sizes["num_attention_heads"]
     return ModelSection(
         encoding=arm.encoding, encoding_options=arm.options, shared_encoding=shared, qk_norm=False,
-        width=said["hidden_size"], layers=said["num_hidden_layers"], heads=heads,
-        kv_heads=said.get("num_key_value_heads") or heads,
-        head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-        hidden=said["intermediate_size"], vocab_size=said["vocab_size"],
-        tied=bool(said.get("tie_word_embeddings", False)),
+        width=sizes["hidden_size"], layers=sizes["num_hidden_layers"], heads=heads,
+        kv_heads=sizes.get("num_key_value_heads") or heads,
+        head_dim=sizes.get("head_dim") or sizes["hidden_size"] // heads,
+        hidden=sizes["intermediate_size"], vocab_size=sizes["vocab_size"],
+        tied=bool(sizes.get("tie_word_embeddings", False)),
     )  # fmt: skip

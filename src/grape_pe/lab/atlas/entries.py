@@ -75,8 +75,8 @@ class AtlasEntry:
         if self.broken is None:
             return "yes (1D)" if self.only_1d else "yes"
         options = self.facts.law_with if self.facts else {}
-        said = ", ".join(f'{key}="{value}"' for key, value in options.items())
-        return f"with `{said}`" if said else "no"
+        listed = ", ".join(f'{key}="{value}"' for key, value in options.items())
+        return f"with `{listed}`" if listed else "no"
 
 
 def measure(name: str, *, timed: bool = True) -> AtlasEntry:

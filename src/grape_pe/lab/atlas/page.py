@@ -104,10 +104,10 @@ def _key(entry: AtlasEntry) -> str:
 def _words(entry: AtlasEntry) -> str:
     """What the filter looks at."""
     facts = entry.facts
-    said = [entry.name, entry.about, entry.kind, f"kind:{entry.kind}", entry.bias]
-    said += [] if facts is None else [facts.recovers, facts.learned, facts.source]
-    said += [f"law:{name}" for name in entry.laws.kept()]
-    return " ".join([*said, "" if entry.parameters else "fixed:"]).lower()
+    words = [entry.name, entry.about, entry.kind, f"kind:{entry.kind}", entry.bias]
+    words += [] if facts is None else [facts.recovers, facts.learned, facts.source]
+    words += [f"law:{name}" for name in entry.laws.kept()]
+    return " ".join([*words, "" if entry.parameters else "fixed:"]).lower()
 
 
 def _cells(entry: AtlasEntry, kinds: Sequence[str], losses: Mapping[str, list[float]]) -> list[Cell]:
@@ -181,8 +181,8 @@ def _card(entry: AtlasEntry) -> Part:
 
 
 def _law(entry: AtlasEntry) -> str:
-    said = f"deviation {entry.laws.relative:.1e} at shift {SHIFT}"
-    return escape(said + (f"; not promised: {entry.broken}" if entry.broken else ""))
+    deviation = f"deviation {entry.laws.relative:.1e} at shift {SHIFT}"
+    return escape(deviation + (f"; not promised: {entry.broken}" if entry.broken else ""))
 
 
 def _composition(entry: AtlasEntry) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import damaged, read_json, read_json_lines, write_json, write_text
+from ..files import damaged, read_json, read_json_lines, write_json, write_text, writing
 from ..train.run_directory import ENVIRONMENT, surroundings
 from .comparison import (
     AGAIN,
@@ -47,6 +47,8 @@ def write_archive(root: Path, out: Path) -> Path:
     ]
     about = {"data": _data(found), **read_json(root / COMPARISON, RESTORE)}
     lines = [{"kind": "comparison", **about}, *(_line(root, path) for path in found)]
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return out
 
@@ -74,7 +76,7 @@ def restore(archive: Path, root: Path, comparison: Comparison, threads: int) -> 
     allowed = {job.directory(Path()).as_posix() for each in (trials, jobs) for job in each(wanted)}
     for run in runs:
         if run.get("run") not in allowed:
-            raise damaged(archive, f"{run.get('run')!r} is no run of this comparison", REWRITE)
+            raise damaged(archive, f"{run.get('run')!r} is not a run of this comparison", REWRITE)
     if (root / COMPARISON).exists():
         join_directory(root, before.comparison, before.threads)
     else:
@@ -91,7 +93,7 @@ def _read(archive: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise LabError(f"there is no file {archive}; grape report DIR --jsonl {archive} writes one")
     first, *rest = read_json_lines(archive, REWRITE) or [{}]
     if first.pop("kind", None) != "comparison" or "comparison" not in first:
-        raise LabError(f"{archive} has no settings to go on with; {REWRITE}")
+        raise LabError(f"{archive} has no settings to continue with; {REWRITE}")
     return first, rest
 
 

@@ -35,8 +35,8 @@ class Arm(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, said: Any) -> Any:
-        return _parsed(said) if isinstance(said, str) else said
+    def _from_text(cls, value: Any) -> Any:
+        return _parsed(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _named(self) -> Arm:

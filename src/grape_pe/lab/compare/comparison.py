@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..config import Positive, RunConfig, Section, checked, load, merged, read_shipped, validated
+from ..config import Positive, RunConfig, Section, checked, flat, load, merged, read_shipped, validated
 from ..errors import LabError
 from ..files import contents, damaged, read_json, write_json
 from ..tasks import build_task
@@ -158,14 +158,14 @@ def load_comparison(
     of_probe = {key.removeprefix(PROBE): given.pop(key) for key in list(given) if key.startswith(PROBE)}
     if tree.get("language", True) is False:
         given, of_probe = {}, {**given, **of_probe}
-    said = {
+    fields = {
         **tree,
         "recipe": load(tree.get("recipe", "small"), given).model_dump(),
         "probe": load(tree.get("probe", "probe"), of_probe).model_dump(),
     }
     given_here = {"arms": arms, "seeds": seeds, "tasks": tasks, "budgets": budgets, "sweep": sweep}
-    said |= {key: value for key, value in given_here.items() if value is not None}
-    comparison = checked(Comparison, said, list(Comparison.model_fields))
+    fields |= {key: value for key, value in given_here.items() if value is not None}
+    comparison = checked(Comparison, fields, list(Comparison.model_fields))
     comparison.check()
     if of_probe and not comparison.tasks:
         raise LabError(f"--{PROBE}{next(iter(of_probe))} has no effect without a task; name one with --tasks")
@@ -229,14 +229,14 @@ def join_directory(root: Path, comparison: Comparison, threads: int) -> Comparis
 
 def check_data(root: Path, data: dict[str, Any]) -> None:
     """Refuse to go on with other text than the comparison was begun with."""
-    said = read_json(root / COMPARISON, RESTORE)
-    before = said.get("data")
+    stored = read_json(root / COMPARISON, RESTORE)
+    before = stored.get("data")
     if before is None:
-        write_json(root / COMPARISON, {**said, "data": data})
+        write_json(root / COMPARISON, {**stored, "data": data})
     elif before != data:
         raise LabError(
             f"{root} holds a comparison on other data ({before} -> {data}); the built-in text depends on the versions "
-            f"of Python and torch, which were {said.get('versions')}: use those, or another --out"
+            f"of Python and torch, which were {stored.get('versions')}: use those, or another --out"
         )
 
 
@@ -248,26 +248,37 @@ class Begun:
     threads: int
 
 
-def read_described(said: dict[str, Any], path: Path, remedy: str) -> Begun:
+def read_described(stored: dict[str, Any], path: Path, remedy: str) -> Begun:
     """From the content of compare.json."""
     try:
-        old = checked(Comparison, said["comparison"], list(Comparison.model_fields))
-        return Begun(old, int(said["threads"]))
+        old = checked(Comparison, stored["comparison"], list(Comparison.model_fields))
+        return Begun(old, int(stored["threads"]))
     except (KeyError, TypeError, LabError) as problem:
         raise damaged(path, problem, remedy) from None
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    """How a setting, or those of a recipe, differ; empty if they do not."""
+    if old == new:
+        return ""
+    if not isinstance(old, RunConfig):
+        return f"{name} ({old!r} -> {new!r})"
+    before, after = flat(old), flat(new)
+    return f"{name} ({', '.join(f'{k}: {v!r} -> {after[k]!r}' for k, v in before.items() if v != after[k])})"
 
 
 def joined(root: Path, before: Begun, new: Comparison, threads: int) -> Comparison:
     """The arms, seeds and tasks of both; whatever else differs is refused by name. `root` is named in errors."""
     old = before.comparison
     fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name", "note", "evidence"}
-    changed = [name for name in sorted(fixed) if getattr(old, name) != getattr(new, name)]
+    changed = [_change(name, getattr(old, name), getattr(new, name)) for name in sorted(fixed)]
+    changed = [change for change in changed if change]
     if before.threads != threads:
         changed.append(f"threads a run ({before.threads} -> {threads}; see --jobs)")
     if changed:
         raise LabError(
             f"{root} holds a comparison with another {', '.join(changed)}; results would not be comparable: "
-            "give the same settings, or another --out"
+            "give the same settings, or another --out (or --from)"
         )
     known = {arm.label: arm for arm in old.arms}
     for arm in new.arms:

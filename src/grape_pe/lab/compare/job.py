@@ -38,17 +38,17 @@ def run_job(job: Job, comparison: Comparison, root: Path) -> int:
     """Train and evaluate, or go on with an earlier attempt; returns the signal that stopped it, or 0."""
     rate, tried = (None, []) if job.trial is not None else best_rate(job, comparison, root)
     directory, config = job.directory(root), job.config(comparison, rate)
-    said: dict[str, Any] = {**job.arm.described(), "seed": job.seed, "lr": config.train.lr, "sweep": tried}
+    result: dict[str, Any] = {**job.arm.described(), "seed": job.seed, "lr": config.train.lr, "sweep": tried}
     try:
         outcome = train(config, directory, resume=True, quiet=True)
     except Diverged as problem:
-        _write(directory, said | {"val_loss": None, "scores": [], "task": job.task, "error": str(problem)})
+        _write(directory, result | {"val_loss": None, "scores": [], "task": job.task, "error": str(problem)})
         return 0
     if outcome.signal:
         return outcome.signal
     found, stopped = _evaluated(job, directory, config, comparison)
     if not stopped:
-        _write(directory, said | found)
+        _write(directory, result | found)
     return stopped
 
 
@@ -147,5 +147,5 @@ def _draw(directory: Path, model: Any, dataset: Path) -> None:
     write_text(directory / PICTURE, json.dumps(drawn))
 
 
-def _write(directory: Path, said: dict[str, Any]) -> None:
-    write_json(directory / EVALUATION, said)
+def _write(directory: Path, result: dict[str, Any]) -> None:
+    write_json(directory / EVALUATION, result)

@@ -91,21 +91,21 @@ def _child(
 def _check_end(ended: _Running) -> None:
     """Raise if a task did not run to its end."""
     ended.process.join()
-    said: int | str | None = None
+    result: int | str | None = None
     with suppress(EOFError):
-        said = ended.answer.recv() if ended.answer.poll() else None
-    if isinstance(said, str):
-        raise LabError(said)
-    if said is None:
+        result = ended.answer.recv() if ended.answer.poll() else None
+    if isinstance(result, str):
+        raise LabError(result)
+    if result is None:
         raise LabError(_why(ended.task.title, ended.process.exitcode or 0))
-    if said:
+    if result:
         raise KeyboardInterrupt
 
 
 def _why(title: str, code: int) -> str:
-    kept = "what is done is kept: run the same command again"
+    kept = "finished work is kept; run the same command again"
     if code == -signal.SIGKILL:
-        return f"{title}: its process was killed, perhaps for want of memory; {kept}, with fewer --jobs"
+        return f"{title}: its process was killed, perhaps out of memory; {kept}, with fewer --jobs"
     if code < 0:
         return f"{title}: its process was ended by signal {-code}; {kept}"
     return f"{title}: its process ended with code {code} and the error above; {kept}"

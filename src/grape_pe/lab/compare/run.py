@@ -103,8 +103,8 @@ def summarise(root: Path, comparison: Comparison) -> Path:
     lines = []
     for job in jobs(comparison):
         if finished(job, root):
-            said = read_json(job.directory(root) / EVALUATION, AGAIN)
-            lines.append(json.dumps({"kind": "language" if job.task is None else "task", **said}))
+            evaluation = read_json(job.directory(root) / EVALUATION, AGAIN)
+            lines.append(json.dumps({"kind": "language" if job.task is None else "task", **evaluation}))
     write_text(root / RESULTS, "".join(line + "\n" for line in lines))
     return write_report([root], root / REPORT)
 

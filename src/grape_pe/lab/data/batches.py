@@ -100,7 +100,7 @@ class DatasetBatches:
     def batch(self, step: int, rows: range) -> Batch:
         _check_rows(rows, self.size, "a batch")
         if step < 0:
-            raise LabError(f"steps count from 0, got {step}")
+            raise LabError(f"step must be 0 or more, got {step}")
         return self._rows(self._train, self._windows([step * self.size + row for row in rows]))
 
     def validation(self, rows: range) -> Batch:

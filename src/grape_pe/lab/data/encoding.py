@@ -49,7 +49,7 @@ def encoded(chunks: Iterable[Chunk], directory: Path, workers: int) -> Generator
         yield from in_order(pool, _work, chunks, ahead=2 * workers)
     except BrokenProcessPool as error:
         raise LabError(
-            "a worker process ended, perhaps for want of memory; run the same command with fewer --workers"
+            "a worker process ended, perhaps out of memory; run the same command with fewer --workers"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

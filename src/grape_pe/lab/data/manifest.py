@@ -44,26 +44,28 @@ class Manifest:
             }
             for split in SPLITS
         }
-        said = {"format": FORMAT, "version": FORMAT_VERSION, "totals": totals, **asdict(self)}
-        write_json(directory / MANIFEST, said)
+        content = {"format": FORMAT, "version": FORMAT_VERSION, "totals": totals, **asdict(self)}
+        write_json(directory / MANIFEST, content)
 
 
 def load_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        said = read_json(path, AGAIN)
+        content = read_json(path, AGAIN)
     except FileNotFoundError:
         raise LabError(_why_none(directory)) from None
-    if "format" not in said:
+    if "format" not in content:
         raise damaged(path, "it has no format", AGAIN)
-    if said.get("format") != FORMAT or said.get("version") != FORMAT_VERSION:
+    if content.get("format") != FORMAT or content.get("version") != FORMAT_VERSION:
         raise LabError(
-            f"{path} must be a {FORMAT!r} of version {FORMAT_VERSION}, got {said.get('format')!r} of version "
-            f"{said.get('version')!r}"
+            f"{path} must be a {FORMAT!r} of version {FORMAT_VERSION}, got {content.get('format')!r} of version "
+            f"{content.get('version')!r}"
         )
     try:
-        shards = tuple(Shard(**entry) for entry in said["shards"])
-        found = Manifest(said["tokenizer"], said["vocab_size"], said["eos"], said["settings"], shards)
+        shards = tuple(Shard(**entry) for entry in content["shards"])
+        found = Manifest(
+            content["tokenizer"], content["vocab_size"], content["eos"], content["settings"], shards
+        )
     except (KeyError, TypeError) as error:
         raise damaged(path, repr(error), AGAIN) from None
     _check_kinds(path, found)
@@ -88,6 +90,6 @@ def _why_none(directory: Path) -> str:
     if (directory / PROGRESS).exists():
         return f"the dataset in {directory} is not finished; run its `grape data prepare` again to continue"
     return (
-        f"{directory} has no {MANIFEST}, so it is no dataset; for a directory of .bin shards run: "
+        f"{directory} has no {MANIFEST}, so it is not a dataset; for a directory of .bin shards run: "
         f"grape data adopt {directory} --tokenizer gpt2"
     )

@@ -139,19 +139,22 @@ def builtin(cache_dir: str | os.PathLike[str] | None = None, tokenizer: str = "b
 
 def _check(settings: dict[str, Any], workers: int) -> None:
     if settings["shard_tokens"] < 1 or workers < 1 or (settings["max_tokens"] or 1) < 1:
-        raise LabError("shard tokens, maximum of tokens and workers must be at least 1")
+        raise LabError(
+            f"--shard-tokens, --max-tokens and --workers must be at least 1, got {settings['shard_tokens']}, "
+            f"{settings['max_tokens']} and {workers}"
+        )
     if settings["shard_tokens"] >= 1 << 31:
         raise LabError(f"a shard counts its tokens in 31 bits, got {settings['shard_tokens']}")
     if not 0 < settings["validation"] < 1:
         raise LabError(
-            f"the share held out for validation must be between 0 and 1, got {settings['validation']}"
+            f"--validation must be a share between 0 and 1, such as 0.005, got {settings['validation']}"
         )
 
 
 def _check_source(source: Source, share: float) -> None:
     """Refuse a source without text, or with too little of it for the share held out."""
     if next(source.chunks(), None) is None:
-        raise LabError("the source has no text: every document is empty")
+        raise LabError("the source has no text (every document is empty); give other files, or --field")
     size = source.size()
     if size is not None and share * size < LEAST_HELD_OUT:
         enough = min(0.5, math.ceil(100 * LEAST_HELD_OUT / size) / 100)
@@ -179,12 +182,12 @@ def _first_cut(chunks: Iterator[Chunk], most: float) -> Iterator[Chunk]:
 def _check_directory(directory: Path) -> None:
     """Refuse a directory with anything in it that is not ours."""
     if directory.exists() and not directory.is_dir():
-        raise LabError(f"{directory} is a file; a dataset needs a directory")
+        raise LabError(f"--out must be a directory, but {directory} is a file")
     if not directory.is_dir() or (directory / PROGRESS).exists() or (directory / MANIFEST).exists():
         return
     if others := contents(directory):
         raise LabError(
-            f"{directory} holds {min(others)} and is no dataset; choose an empty or new directory with --out"
+            f"{directory} holds {min(others)} and is not a dataset; choose an empty or new directory with --out"
         )
 
 
@@ -221,9 +224,9 @@ def _read_state(directory: Path) -> _State | None:
 def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
-        said = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+        changes = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
         raise LabError(
-            f"{directory} was prepared with other settings ({said}); use those, or choose another --out"
+            f"{directory} was prepared with other settings ({changes}); use those, or choose another --out"
         )
 
 

@@ -39,15 +39,15 @@ class TextReader(Reader):
 
     def _documents(self, path: Path, file: TextIO) -> Iterator[str]:
         lines: list[str] = []
-        held = 0
+        characters = 0
         for line in _decoded(path, file):
             if ends := line.strip() == TEXT_SEPARATOR:
                 line = ""
             lines.append(line)
-            held += len(line)
-            if ends or held >= TEXT_DOCUMENT:
+            characters += len(line)
+            if ends or characters >= TEXT_DOCUMENT:
                 yield "".join(lines)
-                lines, held = [], 0
+                lines, characters = [], 0
         yield "".join(lines)
 
 
@@ -101,14 +101,16 @@ class ParquetReader(Reader):
         try:
             file = require("pyarrow.parquet", "lab").ParquetFile(path)
         except (arrow.ArrowException, OSError) as error:
-            raise LabError(f"{path} is no readable parquet file: {str(error).splitlines()[0]}") from error
+            raise LabError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
         columns = {column.name: column.type for column in file.schema_arrow}
         types = arrow.types
         if field not in columns or not (
             types.is_string(columns[field]) or types.is_large_string(columns[field])
         ):
-            said = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
-            raise LabError(f"{path} has no column {field!r} of text; it has {said}: choose one with --field")
+            listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+            raise LabError(
+                f"{path} has no column {field!r} of text; it has {listed}: choose one with --field"
+            )
         return file
 
     def _column(self, path: Path, file: Any, group: int, field: str) -> list[str]:
@@ -124,7 +126,7 @@ def _decoded(path: Path, file: TextIO) -> Iterator[str]:
         yield from file
     except UnicodeDecodeError as error:
         raise LabError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start} of a block"
+            f"{path} is not UTF-8 text ({error.reason}); convert it to UTF-8 or leave it out"
         ) from error
 
 

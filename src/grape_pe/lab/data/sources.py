@@ -76,15 +76,15 @@ class Source(ABC):
 
     def chunks(self, cursor: Any = None) -> Iterator[Chunk]:
         """The documents that are not empty, about a million characters at a time."""
-        texts, held = [], 0
+        texts, characters = [], 0
         for text in self.documents(cursor):
             if not text.strip():
                 continue
             texts.append(_valid(text))
-            held += len(text)
-            if held >= CHUNK_CHARACTERS:
+            characters += len(text)
+            if characters >= CHUNK_CHARACTERS:
                 yield Chunk(texts, self.cursor(), self.fraction())
-                texts, held = [], 0
+                texts, characters = [], 0
         if texts:
             yield Chunk(texts, self.cursor(), self.fraction())
 

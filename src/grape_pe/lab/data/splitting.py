@@ -20,8 +20,8 @@ def held_out(number: int, share: float) -> bool:
     return number == 0 or (number * share >= 1 and int.from_bytes(digest, "little") < share * 2**64)
 
 
-def without_repeats(texts: Sequence[str], held: Sequence[bool]) -> tuple[list[str], set[int]]:
-    """The documents, those held out (where `held`) without the lines that the others contain too.
+def without_repeats(texts: Sequence[str], validation: Sequence[bool]) -> tuple[list[str], set[int]]:
+    """The documents, those held out (where `validation`) without the lines that the others contain too.
 
     A line goes if it is long and occurs in the others, or if it belongs to a run of lines that does; blank
     lines and indentation do not count. Documents with nothing left are dropped.
@@ -29,10 +29,12 @@ def without_repeats(texts: Sequence[str], held: Sequence[bool]) -> tuple[list[st
     Returns:
         The documents, and the numbers of those held out.
     """
-    known = {print_ for text, out in zip(texts, held, strict=True) if not out for print_ in _prints(text)}
+    known = {
+        print_ for text, out in zip(texts, validation, strict=True) if not out for print_ in _prints(text)
+    }
     kept: list[str] = []
     numbers: set[int] = set()
-    for text, out in zip(texts, held, strict=True):
+    for text, out in zip(texts, validation, strict=True):
         rest = _without(text, known) if out else text
         if rest.strip():
             if out:
@@ -56,9 +58,9 @@ def _windows(lines: Sequence[tuple[int, str]]) -> Iterable[tuple[str, Sequence[t
 
 
 def _prints(text: str) -> Iterable[int]:
-    return (hash(said) for said, _ in _windows(_filled(text)))
+    return (hash(content) for content, _ in _windows(_filled(text)))
 
 
 def _without(text: str, known: set[int]) -> str:
-    repeated = {i for said, window in _windows(_filled(text)) if hash(said) in known for i, _ in window}
+    repeated = {i for content, window in _windows(_filled(text)) if hash(content) in known for i, _ in window}
     return "\n".join(line for i, line in enumerate(text.split("\n")) if i not in repeated)

@@ -174,11 +174,11 @@ def _train(size: int, texts: Iterable[str]) -> TextTokenizer:
 
 def _sample(texts: Iterable[str]) -> Iterable[str]:
     """Documents from the start, SAMPLE_CHARACTERS of them."""
-    held = 0
+    characters = 0
     for text in texts:
         yield text
-        held += len(text)
-        if held >= SAMPLE_CHARACTERS:
+        characters += len(text)
+        if characters >= SAMPLE_CHARACTERS:
             return
 
 
@@ -197,7 +197,7 @@ def _from_path(path: Path) -> TextTokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise LabError(f"the tokenizer in {path} cannot be read: {error}") from error
-    return _checked(inner, path, _said_end(folder / CONFIG))
+    return _checked(inner, path, _configured_end(folder / CONFIG))
 
 
 def _from_hub(name: str) -> TextTokenizer:
@@ -230,12 +230,12 @@ def _check_network() -> None:
     socket.getaddrinfo(address.hostname, address.port or 443)
 
 
-def _said_end(config: Path) -> str | None:
+def _configured_end(config: Path) -> str | None:
     if not config.exists():
         return None
     remedy = "restore it, or remove it if the usual end tokens will do"
-    said = read_json(config, remedy).get("eos_token")
-    end = said.get("content") if isinstance(said, dict) else said
+    stored = read_json(config, remedy).get("eos_token")
+    end = stored.get("content") if isinstance(stored, dict) else stored
     if end is not None and not isinstance(end, str):
         raise damaged(config, f"eos_token must be text, got {end!r}", remedy)
     return end

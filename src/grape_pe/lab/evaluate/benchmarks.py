@@ -182,11 +182,11 @@ def _check_tasks(tasks: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _score(found: dict[str, Any], name: str) -> TaskScore:
-    said = found["results"].get(name)
-    if said is None:
+    result = found["results"].get(name)
+    if result is None:
         raise EvaluationError(f"{name} is a group without a score of its own; name its tasks")
     values = {
-        f"{metric}{suffix}": _float(said.get(f"{metric}{suffix},none"))
+        f"{metric}{suffix}": _float(result.get(f"{metric}{suffix},none"))
         for metric in METRICS
         for suffix in ("", "_stderr")
     }
@@ -209,5 +209,7 @@ def load_checkpoint(checkpoint: str, tokenizer: str | None = None) -> tuple[Any,
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or checkpoint)
     except Exception as error:  # of transformers, tokenizers and safetensors, each of its own kind
         hint = "" if tokenizer else "; if it has no tokenizer, give one with --tokenizer"
+        if (Path(checkpoint) / "final").is_dir():
+            hint = f"; it is a run, whose model is {Path(checkpoint) / 'final'}"
         raise EvaluationError(f"cannot load {checkpoint}: {cause(error)}{hint}") from error
     return model.eval().to(default_device()), words

@@ -195,9 +195,9 @@ def _entry(
 ) -> dict[str, Any]:
     """One line of the evaluation; without a loss, the reason. `stretches` has the mean loss of each stretch of
     text, in the same order at every length."""
-    said: dict[str, Any] = {"length": length, "window": window}
+    entry: dict[str, Any] = {"length": length, "window": window}
     if isinstance(losses, str):
-        return said | {
+        return entry | {
             "loss": None,
             "perplexity": None,
             "tail_loss": None,
@@ -206,7 +206,7 @@ def _entry(
             "reason": losses,
         }
     loss = _finite(losses.double().mean())
-    return said | {
+    return entry | {
         "loss": loss,
         "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
         "tail_loss": _finite(losses[:, -train_length:].double().mean()),

@@ -60,7 +60,7 @@ def passkey_scores(
     if not 0 <= others <= len(OTHERS):
         raise EvaluationError(f"others must be from 0 to {len(OTHERS)}, got {others}")
     if cases < 1 or not lengths:
-        raise EvaluationError(f"lengths and cases must be given, got {list(lengths)} and {cases}")
+        raise EvaluationError(f"lengths and cases must be at least 1, got {list(lengths)} and {cases}")
     out = []
     for length in lengths:
         for depth in depths:
@@ -85,7 +85,9 @@ def _text(
     needle, question, filler = ids(NEEDLE) + secret + ids(AGAIN), ids(QUESTION), ids(FILLER)
     room = length + 1 - len(begin) - len(needle) - len(question) - len(secret) - sum(map(len, more))
     if room < 0:
-        raise EvaluationError(f"a text of {length} tokens is too short; the shortest has {length - room}")
+        raise EvaluationError(
+            f"passkey texts need at least {length - room} tokens, got {length}; give longer --lengths"
+        )
     before = round(depth * room)
     around = [filler[i % len(filler)] for i in range(room)]
     parts = sorted(

@@ -34,11 +34,11 @@ def sample_tokens(
         stop: the token that ends the text.
     """
     if not prompt:
-        raise LabError("the prompt must have at least one token")
+        raise LabError("prompt must have at least one token")
     if count < 1:
-        raise LabError(f"the number of tokens to sample must be 1 or more, got {count}")
+        raise LabError(f"tokens must be 1 or more, got {count}")
     if not 0 <= temperature < math.inf:
-        raise LabError(f"temperature must be a finite number from 0 on, got {temperature}")
+        raise LabError(f"temperature must be finite and at least 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise LabError(f"top_p must be above 0 and at most 1, got {top_p}")
     return _sampled(model, prompt, count, temperature, top_p, torch.Generator().manual_seed(seed), stop)

@@ -269,7 +269,8 @@ def _phase_gates(view: LayerView) -> Iterator[Gate]:
     states = view.code.state if isinstance(view.code.state, tuple) else (view.code.state,)
     for part, state in zip(parts_of(view.encoding), states, strict=False):
         if isinstance(part, ContextualRotary):
-            yield Gate("phase added by each token", state.diff(dim=-1))
+            steps = part.phases(state).diff(dim=2)  # (B, Hkv|1, T - 1, planes|1)
+            yield Gate("phase added by each token", steps.flatten(2))
 
 
 def bias_reach(mean: Sequence[float], at: Sequence[int], level: float) -> int | None:

@@ -185,7 +185,7 @@ def _sample_text(where: Path, model: Decoder) -> tuple[Tensor, list[str], str]:
 def _random_tokens(model: Decoder) -> tuple[Tensor, list[str], str]:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(model.config.vocab_size, (128,), generator=generator)
-    return drawn, [str(i) for i in drawn.tolist()], "128 random tokens, for want of a tokenizer"
+    return drawn, [str(i) for i in drawn.tolist()], "128 random tokens (the model has no tokenizer)"
 
 
 def _inspection(

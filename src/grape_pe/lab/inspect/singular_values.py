@@ -14,12 +14,14 @@ from ...encodings.additive import ShiftSlope
 from ...encodings.path import PaTH
 from ...encodings.pope import PoPE
 from ...encodings.rotary import ContextualRotary
+from ...encodings.temperature import LogN
 from ...encodings.xpos import XPos
 from ...groups import DenseRotation, Joint, Unipotent, shift_generator, slope_generator
 from ...groups.spectrum import path_bounds, singular_pair
 from .capture import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
 
 DISTANCES = (1, 4, 16, 64, 256)
+LOGN = "no action over a distance: a factor of the query's position (Eq. Q1)"
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ def spectral_rows(view: LayerView) -> tuple[list[SpectralRow], str]:
     """Rows for distances within the text, and what is measured in words."""
     within = [d for d in DISTANCES if d < view.length]
     parts = parts_of(view.encoding)
-    special = [part for part in parts if isinstance(part, (PaTH, PoPE, ShiftSlope, XPos))]
+    special = [part for part in parts if isinstance(part, (LogN, PaTH, PoPE, ShiftSlope, XPos))]
     if special and len(parts) > 1:
         return [], "no closed form is known for this composition"
     if isinstance(view.encoding, PoPE):
         return [], "no matrix acts on queries and keys (Eq. M18)"
+    if isinstance(view.encoding, LogN):
+        return [], LOGN
     if isinstance(view.encoding, XPos):
         return [
             _xpos_row(view, view.encoding, d) for d in within
@@ -163,6 +167,13 @@ def _xpos_row(view: LayerView, encoding: XPos, distance: int) -> SpectralRow:
     return _row(distance, 0, quantities)
 
 
+def _xpos_singular_values(encoding: XPos, at: Sequence[int]) -> Tensor:
+    """(H, n, 2), the same for all heads; the last feature of an odd head is left alone."""
+    closed = torch.exp(-encoding.rates(encoding.frequencies.initial.device) * torch.tensor(at)[:, None])
+    largest = torch.ones(len(at)) if encoding.shape.head_dim % 2 else closed.amax(-1)
+    return torch.stack([largest.double(), closed.amin(-1).double()], -1).expand(encoding.shape.heads, -1, -1)
+
+
 def _shift_rows(view: LayerView, encoding: ShiftSlope, within: Sequence[int]) -> list[SpectralRow]:
     rate = (encoding.slopes * F.softplus(encoding.strength)).double() * encoding.shape.head_dim**-0.5
     head = int(rate.argmax())
@@ -197,8 +208,14 @@ def singular_values(view: LayerView, at: Sequence[int]) -> tuple[Tensor | None, 
     """((H, n, 2) largest and smallest singular value of the action over a distance, how it was found)."""
     encoding, bias = view.encoding, view.bias()
     parts = parts_of(encoding)
-    if len(parts) > 1 and any(isinstance(part, (PaTH, ShiftSlope)) for part in parts):
+    if len(parts) > 1 and any(isinstance(part, (LogN, PaTH, PoPE, ShiftSlope, XPos)) for part in parts):
         return None, "no closed form is known for this composition"
+    if isinstance(encoding, LogN):
+        return None, LOGN
+    if isinstance(encoding, PoPE):
+        return None, "no matrix acts on queries and keys (Eq. M18)"
+    if isinstance(encoding, XPos):
+        return _xpos_singular_values(encoding, at), "of turned and faded planes in GL(D) (Eq. M17)"
     if isinstance(encoding, PaTH):
         return path_singular_values(view, at), "of the product of the factors, measured on the text"
     if isinstance(encoding, ShiftSlope):

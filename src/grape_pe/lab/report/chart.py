@@ -40,9 +40,9 @@ class Chart:
             )
 
     @staticmethod
-    def text(x: float, y: float, said: str, anchor: str = "start", kind: str = "") -> str:
+    def text(x: float, y: float, content: str, anchor: str = "start", kind: str = "") -> str:
         named = f' class="{kind}"' if kind else ""
-        return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{named}>{escape(said)}</text>'
+        return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{named}>{escape(content)}</text>'
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Where a data point lies on the page."""
@@ -95,18 +95,18 @@ class Chart:
         )
         return self
 
-    def label(self, x: float, y: float, said: str, anchor: str = "start") -> Chart:
+    def label(self, x: float, y: float, content: str, anchor: str = "start") -> Chart:
         a, b = self.at(x, y)
-        self.parts.append(self.text(a, b, said, anchor))
+        self.parts.append(self.text(a, b, content, anchor))
         return self
 
-    def legend(self, said: str, colour: str, x: float, y: float) -> Chart:
+    def legend(self, content: str, colour: str, x: float, y: float) -> Chart:
         """One row, below the earlier ones; (x, y) is the first row's place in data coordinates."""
         a, b = self.at(x, y)
         b += 16 * self.legend_rows
         self.legend_rows += 1
         self.parts.append(f'<path stroke="{colour}" stroke-width="3" d="M{a} {b:g}h16"/>')
-        self.parts.append(self.text(a + 21, b + 4, said))
+        self.parts.append(self.text(a + 21, b + 4, content))
         return self
 
     def svg(self) -> str:

@@ -93,8 +93,10 @@ def _source(place: Path, notes: list[str]) -> Source:
 
 def _recipe(name: str, stored: StoredComparison) -> Recipe:
     settings, about = flat(stored.recipe), stored.comparison
-    said = (str(about.get(key, "")) for key in ("note", "evidence"))
-    return Recipe(name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command, *said)
+    texts = (str(about.get(key, "")) for key in ("note", "evidence"))
+    return Recipe(
+        name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command, *texts
+    )
 
 
 def _from_file(path: Path, notes: list[str]) -> Source:
@@ -121,10 +123,10 @@ def _from_comparison(directory: Path, notes: list[str]) -> Source:
 
 def _elsewhere(stored: StoredComparison) -> Iterator[str]:
     for place in stored.elsewhere:
-        said = ", ".join(
+        versions = ", ".join(
             f"{k} {v}" for part in place.values() if isinstance(part, dict) for k, v in part.items()
         )
-        yield f"some runs were made elsewhere ({said}): compare losses, not speeds"
+        yield f"some runs come from another machine or version ({versions}): compare losses, not speeds"
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _picture(path: Path, notes: list[str]) -> dict[str, Any] | None:
     remedy = "remove it, and the report is written without this picture"
     found = read_json(path, remedy)
     if isinstance(found.get("version"), int) and found["version"] != PICTURE_VERSION:
-        notes.append(f"{path} is no picture this version can show and was left out")
+        notes.append(f"{path} cannot be shown by this version and was left out")
         return None
     try:
         check_picture(found)
@@ -213,7 +215,7 @@ def recipe_differences(recipes: Sequence[Recipe]) -> list[str]:
         listed = "; ".join(f"{n}: {first.get(n)} there, {theirs.get(n)} here" for n in changed[:6])
         notes.append(
             f"{other.name} used another recipe than {recipes[0].name} ({listed}). "
-            "Values under different recipes are shown together but are no fair comparison."
+            "Values under different recipes are shown together but are not a fair comparison."
         )
     return notes
 

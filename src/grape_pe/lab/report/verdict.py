@@ -26,7 +26,7 @@ from .tables import EDGE, SCORED, sweeps, trend_word
 
 #: tokens a parameter below which a warning is given
 ENOUGH = 8
-ONE_SEED = "With one seed for each encoding there is no telling whether that is chance."
+ONE_SEED = "With one seed for each encoding this may be chance."
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class TaskBatches:
 
     def __init__(self, task: Task, batch: int, seed: int = 0) -> None:
         if batch < 1:
-            raise LabError(f"a batch has at least 1 row, got {batch}")
+            raise LabError(f"batch must be at least 1, got {batch}")
         self.task, self.size, self.seed = task, batch, seed
         self.vocab_size = task.vocab_size
         self.validation_rows = VALIDATION_ROWS
@@ -39,7 +39,7 @@ class TaskBatches:
         """Some rows of the global batch of a step."""
         _check(rows, self.size, "the batch")
         if step < 0:
-            raise LabError(f"steps count from 0, got {step}")
+            raise LabError(f"step must be 0 or more, got {step}")
         return draw(self.task, (self.seed, ROWS, step), rows, Case(TRAIN, self.length(step)))
 
     def validation(self, rows: range) -> Batch:

@@ -39,7 +39,7 @@ class FlipFlop(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.ignore <= 1:
-            raise LabError(f"flip-flop: ignore is a probability, got {self.ignore}")
+            raise LabError(f"flip-flop: ignore must be a probability from 0 to 1, got {self.ignore}")
         if self.loss not in ("read", "all"):
             raise LabError(f'flip-flop: loss must be "read" or "all", got {self.loss!r}')
 

@@ -206,7 +206,7 @@ def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
     except FAILURES as problem:
         raise LabError(
             f"cannot read the checkpoint {checkpoint}: {cause(problem)}; "
-            "if it is damaged, remove that directory and the one before it is used"
+            "if it is damaged, remove that directory to continue from the checkpoint before it"
         ) from None
     finally:
         root.removeFilter(_not_of_metadata)

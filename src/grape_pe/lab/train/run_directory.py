@@ -125,11 +125,11 @@ def read_config(path: Path, kind: type[RunConfig] = RunConfig) -> RunConfig:
     try:
         said = yaml.safe_load(read_text(place, remedy))
     except FileNotFoundError:
-        raise LabError(f"{path} is no run: it has no {CONFIG}") from None
+        raise LabError(f"{path} is not a run: it has no {CONFIG}") from None
     except yaml.YAMLError as problem:
         raise damaged(place, problem, remedy) from None
     if not isinstance(said, dict):
-        raise damaged(place, f"expected settings by name, got {type(said).__name__}", remedy)
+        raise damaged(place, f"expected a mapping of settings, got {type(said).__name__}", remedy)
     try:
         return checked(kind, said, field_names(kind))
     except LabError as problem:
@@ -153,7 +153,7 @@ def run_id(path: Path) -> str:
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run so far; a last line that a kill cut short is left out."""
     path = directory / METRICS
-    remedy = "remove it, and the run goes on without its earlier curves"
+    remedy = "remove it to continue without the earlier curves"
     lines = read_json_lines(path, remedy)
     for number, line in enumerate(lines, start=1):
         if not isinstance(line.get("kind"), str) or not isinstance(line.get("step"), int):

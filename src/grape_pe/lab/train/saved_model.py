@@ -34,7 +34,7 @@ def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed:
     except Exception as problem:  # a full disk is an error of their own in safetensors and tokenizers
         raise LabError(
             f"cannot write {directory}: {cause(problem)}; "
-            "the checkpoints are whole: put it right and go on with --resume"
+            "the checkpoints are complete; fix this and continue with --resume"
         ) from None
 
 
@@ -52,10 +52,12 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
     if (path / CONFIG).is_file():
         found = sorted((path / "checkpoints").glob("step-*"))
         if not found:
-            raise LabError(f"{path} is a run without a checkpoint yet")
+            raise LabError(
+                f"{path} has no checkpoint yet; its first is written after train.checkpoint_every steps"
+            )
         checkpoint, run = found[-1], path
     if not (run / CONFIG).is_file():
-        raise LabError(f"{path} is no run, no checkpoint of one, and no model directory")
+        raise LabError(f"{path} is not a run, a checkpoint or a model directory; grape train writes them")
     config = read_config(run)
     decoder = Decoder(config.decoder(open_feed(config, World()).batches.vocab_size))
     load_weights(decoder, checkpoint)
@@ -79,7 +81,7 @@ def tokenizer_directory(path: str | os.PathLike[str]) -> Path:
             return place
     run = path if (path / CONFIG).is_file() else path.parent.parent
     if not (run / CONFIG).is_file():
-        raise LabError(f"{path} has no tokenizer.json; give a run or a model directory with one")
+        raise LabError(f"no tokenizer.json in {path}; give a run or a model directory that has one")
     feed = open_feed(read_config(run), World())
     if feed.directory is None:
         raise LabError(f"{path} was trained on a generated task, which has no text")

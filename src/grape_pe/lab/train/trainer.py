@@ -127,7 +127,7 @@ def _stopped_by(problem: OSError, directory: Path) -> str:
     where = problem.filename or directory
     return (
         f"cannot read or write {where}: {problem.strerror or problem}; "
-        "whole checkpoints are kept: put it right and go on with --resume"
+        "the checkpoints are complete; fix this and continue with --resume"
     )
 
 

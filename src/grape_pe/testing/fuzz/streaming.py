@@ -222,8 +222,8 @@ def _place(world: World, rng: random.Random, new: list[list[Token]], padding: Te
     places, ids = torch.zeros(len(new), slots, dtype=torch.float64), torch.zeros(len(new), slots).long()
     grid = torch.randint(0, 9, (len(new), slots, coords), generator=world.generator)
     for b, row in enumerate(new):
-        held = world.sequences[b]
-        place, document = (held[-1].position, held[-1].document) if held else (-1, 0)
+        tokens = world.sequences[b]
+        place, document = (tokens[-1].position, tokens[-1].document) if tokens else (-1, 0)
         for i, token in enumerate(row):
             if not padding[b, i] and kind != "grid":
                 starts = kind == "documents" and rng.random() < 0.3
@@ -268,8 +268,8 @@ def _crop(world: World, rng: random.Random) -> None:
 def _fork(world: World, rng: random.Random) -> None:
     """Feed one of the two copies something else, and go on with the other."""
     world.log.append("fork, feed the other:")
-    twin = world.cache.fork()
-    ours, world.cache = (world.cache, twin) if rng.random() < 0.5 else (twin, world.cache)
+    copy = world.cache.fork()
+    ours, world.cache = (world.cache, copy) if rng.random() < 0.5 else (copy, world.cache)
     other = replace(
         world,
         sequences=[list(tokens) for tokens in world.sequences],
