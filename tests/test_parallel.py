@@ -141,7 +141,7 @@ def test_the_layer_takes_part(alone: ContextParallel) -> None:
         ({"q": torch.zeros(1, 2, 7, 4)}, r"two chunks of at least 2 .* got shape \(1, 2, 7, 4\)"),
         ({"q": torch.zeros(1, 2, 2, 4)}, r"two chunks of at least 2 .* got shape \(1, 2, 2, 4\)"),
     ],
-    ids=str,
+    ids=lambda case: case if isinstance(case, str) else ", ".join(case),
 )
 def test_what_attend_refuses(given: dict, says: str, alone: ContextParallel) -> None:
     tensors = {name: torch.zeros(1, 2, 8, 4) for name in "qkv"} | given

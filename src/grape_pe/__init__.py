@@ -21,7 +21,7 @@ from .cache import StreamingCache
 from .encodings import Encoded, Encoding, Facts, HeadShape, Tokens, build, convert_layout, names, register
 from .layers import Attention
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 Model = TypeVar("Model", bound=nn.Module)
