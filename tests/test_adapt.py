@@ -185,11 +185,12 @@ def test_refusals():
         new_parameters(pretrained())
 
 
-def test_a_refused_model_is_untouched():
+@pytest.mark.parametrize("name", ["fox", "rope+fire", "rope+cope", "rope+dape", "rope+logn"])
+def test_a_refused_model_is_untouched(name: str):
     model, ids = pretrained(), tokens()
     want = model(ids).logits
-    with pytest.raises(ValueError):
-        adapt(model, "fox")
+    with pytest.raises(ValueError, match="would change the logits|cannot be added to a pretrained model"):
+        adapt(model, name)
     assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(model(ids).logits, want)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -45,6 +46,7 @@ def adapt(
     encodings = build_encodings(base, config)
     for i, built in enumerate(encodings):
         built.to(next(base.layers[i].parameters()).device, model.dtype)
+    _try(encodings[0], next(base.layers[0].parameters()).device, model.dtype)
     if train == "new":
         model.requires_grad_(False)
     _replace_config(model, config)
@@ -53,6 +55,16 @@ def adapt(
     change_class(base, family.base)
     install(base, encodings)
     return model
+
+
+@torch.no_grad()
+def _try(encoding: Encoding, device: torch.device, dtype: torch.dtype) -> None:
+    """Encode two tokens: a bias that cannot start at zero is refused before the model is changed."""
+    shape = encoding.shape
+    q = torch.zeros(1, shape.heads, 2, shape.head_dim, device=device, dtype=dtype)
+    k = q[:, : shape.kv_heads]
+    x = None if shape.width is None else q.new_zeros(1, 2, shape.width)
+    encoding(q, k, x=x, v=k)
 
 
 def _family(model: PreTrainedModel) -> type[AdaptedForCausalLM]:

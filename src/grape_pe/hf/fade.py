@@ -69,9 +69,9 @@ def faded(bias: Bias, amplitude: Tensor) -> Bias:
         return _faded_distance(bias, amplitude)
     if isinstance(bias, NoBias):
         return bias
-    raise TypeError(
-        f"a {type(bias).__name__}, as fire, cope, dape and path have, has no rate to start from zero; use a slope, a "
-        "path integral (grape-ap) or a table of distances (t5, kerple-log, …)"
+    raise ValueError(
+        f"an encoding with a {type(bias).__name__} (fire, cope, dape) cannot be added to a pretrained model: it has no "
+        "rate that starts at zero; use a slope (fox, alibi, …), grape-ap, or a table of distances (t5, kerple-log, …)"
     )
 
 
