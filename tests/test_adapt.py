@@ -189,7 +189,7 @@ def test_refusals():
 def test_a_refused_model_is_untouched(name: str):
     model, ids = pretrained(), tokens()
     want = model(ids).logits
-    with pytest.raises(ValueError, match="would change the logits|cannot be added to a pretrained model"):
+    with pytest.raises(ValueError, match=r"would change the logits|cannot be added to a pretrained model"):
         adapt(model, name)
     assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(model(ids).logits, want)

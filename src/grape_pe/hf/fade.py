@@ -70,8 +70,8 @@ def faded(bias: Bias, amplitude: Tensor) -> Bias:
     if isinstance(bias, NoBias):
         return bias
     raise ValueError(
-        f"an encoding with a {type(bias).__name__} (fire, cope, dape) cannot be added to a pretrained model: it has no "
-        "rate that starts at zero; use a slope (fox, alibi, …), grape-ap, or a table of distances (t5, kerple-log, …)"
+        f"an encoding with a {type(bias).__name__} (fire, cope, dape) cannot be added to a pretrained model: it "
+        "has no rate that starts at zero; use fox, alibi, grape-a-qk, grape-ap, or a table (t5, kerple-log, …)"
     )
 
 
