@@ -210,7 +210,7 @@ def test_mistakes_are_explained(arguments, message):
 
 
 def test_what_is_no_model_or_diverged_is_refused(tmp_path):
-    with pytest.raises(LabError, match="no model directory"):
+    with pytest.raises(LabError, match="is not a run, a checkpoint or a model directory"):
         inspect(str(tmp_path))
     model = make_model("rope")
     with torch.no_grad():

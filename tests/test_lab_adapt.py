@@ -287,7 +287,7 @@ BAD = {
     "lengths": (("--encoding", "rope+fox", "--lengths", "0,1"), "--lengths"),
     "steps": (("--encoding", "rope+fox", "--steps", "0"), "steps"),
     "eval tokens": (("--encoding", "rope+fox", "--eval-tokens", "8"), "--eval-tokens"),
-    "passkey": (("--encoding", "rope+fox", "--passkey", "1"), "a text of 16 tokens is too short"),
+    "passkey": (("--encoding", "rope+fox", "--passkey", "1"), "passkey texts need at least"),
     "rank": (("--encoding", "rope+fox", "--lora", "-1"), "--lora must not be negative"),
     "option": (("--encoding", "rope+fox[spectrum=1]"), "spectrum"),
 }

@@ -197,5 +197,5 @@ def test_decoding_settles_old_keys_and_can_still_go_back(
                 at = kept = at - 5
     beta = cache.tokens.stored()["bias.key.beta"]
     assert (beta[:, :, :8] == 0).all() and (beta[:, :, -6:] != 0).all()
-    with pytest.raises(ValueError, match="no longer kept"):
+    with pytest.raises(ValueError, match="no longer cached"):
         cache.crop(110)

@@ -276,7 +276,7 @@ def test_another_recipe_is_flagged(finished, tmp_path):
     results = read_results([finished, other])
     assert [arm.label for arm in results.arms] == ["rope", "alibi", "fox", "rope (longer)"]
     (note,) = results.notes
-    assert "train.steps: 600 there, 1200 here" in note and "no fair comparison" in note
+    assert "train.steps: 600 there, 1200 here" in note and "not a fair comparison" in note
     assert "train.steps: 600" in report_page(results)
 
 

@@ -273,7 +273,7 @@ def test_runs_of_one_recipe_are_compared_seed_by_seed_and_others_are_not(tmp_pat
     results = read_results(places)
     assert [arm.label for arm in results.arms] == ["rope", "alibi", "rope (longer)", "fox"]
     assert verdict(results).best == "rope" and ranking(results)[0].val_loss.count == 2
-    assert any("no fair comparison" in note for note in results.notes)
+    assert any("not a fair comparison" in note for note in results.notes)
     assert verdict(results).details[0].startswith("5 of 6 runs done; not done: fox 1. Arms are compared")
 
 

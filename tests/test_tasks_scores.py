@@ -72,7 +72,7 @@ def test_rows_outside_are_refused():
         batches.batch(0, range(3, 5))
     with pytest.raises(LabError, match="rows 0 to 511"):
         batches.validation(range(512, 513))
-    with pytest.raises(LabError, match="from 0"):
+    with pytest.raises(LabError, match="must be 0 or more"):
         batches.batch(-1, range(1))
     with pytest.raises(LabError, match="at least 1"):
         TaskBatches(build_task("copy"), batch=0)

@@ -259,7 +259,7 @@ def _crop(world: World, rng: random.Random) -> None:
         world.cache.crop(given)
     except ValueError as error:
         lost = any(c > reach for c, reach in zip(counts, world.reach, strict=True))
-        return _refuse(world, error, "sinks" in str(error) or (lost and "no longer kept" in str(error)))
+        return _refuse(world, error, "sinks" in str(error) or (lost and "no longer cached" in str(error)))
     for b, count in enumerate(counts):
         del world.sequences[b][lengths[b] - count :]
         world.reach[b] = max(0, world.reach[b] - count)
