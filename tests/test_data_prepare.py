@@ -144,7 +144,7 @@ def test_wrong_columns_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "shards/a.bin").touch()
     with pytest.raises(LabError, match="use: grape data adopt"):
         open_source(str(tmp_path / "shards"))
-    with pytest.raises(LabError, match="between 0 and 1, such as 0.005, got 1"):
+    with pytest.raises(LabError, match=r"between 0 and 1, such as 0.005, got 1"):
         prepare(open_source(path), tmp_path / "out", tokenizer="bytes", validation=1)
 
 

@@ -131,13 +131,16 @@ def attend(
 ) -> Call:
     """Attention with a bias: softmax(scale * q k^T + bias) v over the keys each query may see.
 
-    Never holds a T x T tensor. `attend.explain(...)` with the same arguments names the implementation.
+    No implementation but `reference` holds a T x T tensor; "auto" takes it under torch.func and forward mode, and for
+    small calls on a CPU without a compiled kernel. `attend.explain(...)` with the same arguments names the
+    implementation.
 
     Args:
         q: queries (B, H, Tq, D). With fewer queries than keys the last query is aligned with the last key.
         k: keys (B, Hkv, Tk, D), with H a multiple of Hkv.
         v: values (B, Hkv, Tk, Dv).
-        bias: what an `Encoding` returned, or a sum of such; None for zero. Never scaled.
+        bias: a `Bias`, such as `.bias` of what an encoding returns, or a sum of biases; None for no bias. It is not
+            multiplied by `scale`.
         causal: a query sees its own token and those before it.
         window: a query sees tokens fewer than `window` away, itself included.
         documents: (Tk,) or (B, Tk) integer ids of packed sequences; a query sees only its own document.
@@ -157,8 +160,8 @@ def attend(
         (B, H, Tq, Dv) in v's dtype; zeros for a query that sees no key. With `return_lse` also (B, H, Tq) in
         float32 (float64 for float64 inputs), -inf for such a query.
 
-    A query, or a visible key or value, that holds a NaN or an infinity makes its rows NaN; hidden ones change
-    nothing. There is no second derivative, except by impl="reference" and "blocks".
+    A query that holds a NaN or an infinity makes its own row NaN; a key or value makes the rows of all queries that
+    see it NaN. Hidden ones have no effect. There is no second derivative, except by impl="reference" and "blocks".
     """
     _check_tensors(q, k, v)
     masks = Masks.checked(q, k, causal, window, documents, cu_seqlens, key_padding, sinks, key_bound)

@@ -43,7 +43,8 @@ class AttentionProblem:
     """What a kernel computes: out = softmax(scale q k^T + slopes + path + distances) v over the visible keys.
 
     slopes(t, j) = sum over r of (rate_q[r, t] + rate_k[r, j]) (c_k[r, j] - c_q[r, t])
-    path(t, j) = path_rate * sum for l = j+1 … t of g(<probe_q[t], probe_k[l]> / P)
+    path(t, j) = path_rate * sum for l = j+1 … t of g(<probe_q[t], probe_k[l]> / P), g a log-sigmoid, or sigmoid - 1
+        if `bounded`
 
     distances(t, j) = sum over s of mix[t, s] table[s, place_q[t] - place_k[j] - first]; see `beyond`
 

@@ -22,7 +22,9 @@ LONGEST = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class DistanceBias(Bias):
-    """sum over r of w_r(t) * P_r[n_t - n_j], a table over distances for each head (Eq. D1).
+    """R tables read at the distance n_t - n_j and mixed by weights of the query (Eq. D1).
+
+    b(t, j) = sum over r of w_r(t) * P_r[n_t - n_j]
 
     Args:
         position_q: (B|1, 1, Tq) whole numbers n.
@@ -31,7 +33,7 @@ class DistanceBias(Bias):
             `profile`: its numbers, such as buckets or exponents.
         weight: (B|1, H|1, Tq, R), mixes the R tables for each query; without it they are added.
         first: the smallest distance in the table.
-        beyond: the value at any other distance, on both sides of the table: the "last" entry on that side,
+        beyond: what is used at any other distance, on both sides of the table: "last" (the nearest entry),
             "zero", or "-inf" (such keys are not seen).
         profile: computes the values at every distance as `profile(distances, numbers)`; `first` and
             `beyond` are then not used.

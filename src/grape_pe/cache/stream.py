@@ -38,8 +38,9 @@ class StreamingCache(TokenStore):
         window: a token sees fewer than `window` tokens back; older keys are dropped.
         sinks: the first tokens, which stay visible when a window is set. Refused where the bias sums or
             counts the tokens in between, because those are dropped.
-        capacity: preallocate storage for this many tokens; by default it grows.
-        rollback: how many tokens can be taken back by `crop` (state and dropped keys are kept that long).
+        capacity: allocate storage for this many tokens once. Without a window, more tokens raise a ValueError.
+            None: the storage doubles when it is full.
+        rollback: how many tokens `crop` can remove; the cache keeps states and dropped keys for that long.
         shift: the layer's `KVShift`, if it has one; every call then needs x.
         key_norm: applied to the keys after the shift and before the encoding.
         norm_after: the norms of queries and keys that come after the encoding; `rebase` is then refused.
@@ -90,8 +91,9 @@ class StreamingCache(TokenStore):
             x: (B, T, C), the block's input, for encodings and shifts that read it.
             positions: those that follow, unless given; they must increase.
             padding: (B, T) bool, True where a sequence has no token, anywhere; such rows give zeros.
-            documents: (T,) or (B, T) ids of packed sequences, each used for one document. A document begins
-                where the id changes (0 before the first call); it sees only itself, from position 0 on.
+            documents: (T,) or (B, T) ids of packed sequences, a new one for each document. A document begins
+                where the id changes; its positions start at 0 and it sees its own tokens only. Tokens cached
+                without ids have id 0.
             options: of `grape.attend`.
         """
         where = {"positions": positions, "padding": padding, "documents": documents}

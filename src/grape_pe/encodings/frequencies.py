@@ -29,11 +29,13 @@ def log_uniform(planes: int, base: float) -> Tensor:
 class Frequencies(FullPrecision):
     """theta (groups, coords, planes) in float64: the angle of plane i is sum_a n_a theta[a, i] (Eq. M11).
 
-    `disjoint` axes share out the planes, each axis with its own full spectrum; `mixed` lets every
-    axis turn every plane. With `sections` all axes share one spectrum, and the first sections[0] planes follow the
-    first axis, the next sections[1] the second (M-RoPE). The initial spectrum is exact: learning moves `delta`,
-    which starts at 0.
-    `scaling` is applied to what was learned. `strength` multiplies all frequencies: 1, or less in a fade.
+    `disjoint` divides the planes among the axes, each with a log-uniform spectrum over its own planes (or the first
+    entries of a given one); `mixed` gives each plane a random direction over all axes. With `sections` all axes
+    share one spectrum, and the first sections[0] planes follow the first axis, the next sections[1] the second
+    (M-RoPE).
+
+    theta is scaling(initial * exp(delta / 16)) * strength: `delta` starts at 0 and is learned if `learned`; `strength`
+    is below 1 only while `RotationFade` removes the rotation.
     """
 
     initial: Tensor

@@ -21,7 +21,7 @@ RANGE = 0.45
 
 
 class XPos(RotationEncoding):
-    """<q, k> of plane i is rotated by (j - t) theta_i and multiplied by zeta_i^((t - j) / scale_base), for j <= t.
+    """RoPE, with plane i of <q_t, k_j> also multiplied by zeta_i^((t - j) / scale_base) <= 1, for j <= t.
 
     Queries are multiplied by zeta^(t - c) and keys by zeta^(c - j); c, the middle of the first call, is carried as
     the state. Both factors are exact to rounding, but their exponents must fit the dtype: positions more than

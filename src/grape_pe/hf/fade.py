@@ -19,8 +19,8 @@ class ZeroInitBias(Encoding):
     """An additive encoding times a learned amplitude for each head, which starts at 0.
 
     At amplitude 0 the bias has no effect, but the amplitude still gets a gradient. The encoding's own
-    parameters get one once the amplitude is above 0. A negative amplitude counts as 0 but keeps its gradient,
-    so the sign of the bias never flips.
+    parameters get one once the amplitude is above 0. The bias is multiplied by max(amplitude, 0), so its
+    sign never flips; the gradient passes through unchanged, so that a negative amplitude can grow again.
     """
 
     def __init__(self, encoding: Encoding) -> None:

@@ -31,7 +31,9 @@ KINDS = (NoBias, SlopeTerm, SlopeBias, PathBias, DistanceBias)
 
 
 class ContextParallel:
-    """Causal attention over a sequence whose tokens are shared by the ranks of a process group.
+    """Causal attention over a sequence whose tokens are divided among the N ranks of a process group.
+
+    It supports slopes, path integrals and tables of distances; windows, sinks and documents raise a ValueError.
 
     The sequence is cut into 2N equal chunks, and rank r holds chunks r and 2N-1-r, which gives all ranks the same work.
     Keys, values and the key-side tensors of the bias go round from rank to rank; the softmax over all of them is
@@ -81,9 +83,9 @@ class ContextParallel:
     ) -> Encoded:
         """What the encoding makes of this rank's tokens as parts of the whole sequence.
 
-        Arguments are those of the encoding; positions are 0 … NT-1 by default. A running sum (FoX, grape-m-ctx) starts
-        at the sum of all chunks before, for which its last values are gathered from all ranks; such an encoding is
-        called three times.
+        All arguments hold this rank's tokens; `positions` are by default their places in the whole sequence. A running
+        sum (FoX, grape-m-ctx) starts at the sum of all chunks before, for which its last values are gathered from all
+        ranks; such an encoding is called three times.
         """
         length = self._checked_length(q)
         if positions is None and encoding.coords == 1:
