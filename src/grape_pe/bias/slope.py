@@ -23,7 +23,7 @@ class SlopeTerm(Bias):
         c_k: (B|1, H|1, Tk), the same coordinate of the keys.
         rate_q: (B|1, H, Tq|1); None for zero.
         rate_k: (B|1, H, Tk); None for zero.
-        counts: "positions" if c is a position, "sum" if it is a running sum, which a shift of the positions
+        coordinate: "positions" if c is a position, "sum" if it is a running sum, which a shift of the positions
             does not change.
     """
 
@@ -31,7 +31,7 @@ class SlopeTerm(Bias):
     c_k: Tensor
     rate_q: Tensor | None = None
     rate_k: Tensor | None = None
-    counts: Literal["positions", "sum"] = "positions"
+    coordinate: Literal["positions", "sum"] = "positions"
 
     def query_tensors(self) -> dict[str, Tensor]:
         return {"c_q": self.c_q} | ({} if self.rate_q is None else {"rate_q": self.rate_q})
@@ -42,10 +42,10 @@ class SlopeTerm(Bias):
     def replaced(self, tensors: Mapping[str, Tensor]) -> SlopeTerm:
         get = tensors.get
         rates = get("rate_q", self.rate_q), get("rate_k", self.rate_k)
-        return SlopeTerm(get("c_q", self.c_q), get("c_k", self.c_k), *rates, self.counts)
+        return SlopeTerm(get("c_q", self.c_q), get("c_k", self.c_k), *rates, self.coordinate)
 
     def rebased(self, offset: float) -> SlopeTerm:
-        return replace(self, c_k=self.c_k - offset) if self.counts == "positions" else self
+        return replace(self, c_k=self.c_k - offset) if self.coordinate == "positions" else self
 
     def __post_init__(self) -> None:
         if self.rate_q is None and self.rate_k is None:

@@ -364,7 +364,7 @@ class PhaseSlope(SlopeEncoding):
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         assert tokens.x is not None
         total = self.clock(tokens.x, state)
-        term = SlopeTerm(total, total, self.head_slopes(tokens), counts="sum")
+        term = SlopeTerm(total, total, self.head_slopes(tokens), coordinate="sum")
         return Encoded(tokens.q, tokens.k, SlopeBias((term,)), total)
 
 
@@ -405,5 +405,5 @@ class FoX(Encoding):
         assert tokens.x is not None
         forgotten = self.clock(tokens.x, state)
         one = torch.ones(1, self.shape.heads, 1, dtype=tokens.working, device=tokens.q.device)
-        term = SlopeTerm(forgotten, forgotten, one, counts="sum")
+        term = SlopeTerm(forgotten, forgotten, one, coordinate="sum")
         return Encoded(tokens.q, tokens.k, SlopeBias((term,)), forgotten)

@@ -89,7 +89,7 @@ def _faded_distance(bias: DistanceBias, amplitude: Tensor) -> DistanceBias:
 
 def _faded_term(term: SlopeTerm, amplitude: Tensor) -> SlopeTerm:
     rate_q, rate_k = (None if rate is None else rate * amplitude for rate in (term.rate_q, term.rate_k))
-    return SlopeTerm(term.c_q, term.c_k, rate_q, rate_k, term.counts)
+    return SlopeTerm(term.c_q, term.c_k, rate_q, rate_k, term.coordinate)
 
 
 def fade_in(encoding: Encoding, rotation: float = 1.0) -> Encoding:

@@ -249,7 +249,7 @@ def _bias_gates(bias: Bias) -> Iterator[Gate]:
             yield from _bias_gates(part)
     elif isinstance(bias, SlopeBias):
         for term in bias.terms:
-            if term.counts == "sum" and term.rate_q is not None:
+            if term.coordinate == "sum" and term.rate_q is not None:
                 yield Gate(KEPT, torch.exp(-term.rate_q * term.c_k.diff(dim=-1)))
             elif term.rate_q is not None and term.rate_q.shape[2] > 1:
                 yield Gate(f"{KEPT}, by the query's gate", torch.exp(-term.rate_q))
