@@ -254,4 +254,5 @@ def test_search_works_on_pages_opened_as_files(site: Path, tmp_path: Path):
         window.find_element(By.CSS_SELECTOR, ".md-search__input").click()
         window.find_element(By.CSS_SELECTOR, ".md-search__input").send_keys("sinks")
         found = ".md-search-result__item"
-        WebDriverWait(window, 30).until(lambda page: page.find_elements(By.CSS_SELECTOR, found))
+        items = WebDriverWait(window, 30).until(lambda page: page.find_elements(By.CSS_SELECTOR, found))
+        assert any("sinks" in item.text.lower() for item in items)
