@@ -1,6 +1,7 @@
 // The CPU attention kernel against a plain double-precision loop: forward and every gradient, many masks.
 // Built and run by tests/test_attention_portable.py for processors other than this one.
 #include "tiles.cpp"
+#include "decode.cpp"
 
 #include <cstdio>
 #include <random>
@@ -146,7 +147,53 @@ static void run(const Case &c) {
     }
 }
 
+// Every float16 and bfloat16 number, by its definition.
+static void conversions() {
+    for (long first = 0; first < 65536; first += W) {
+        Half half[W];
+        Brain brain[W];
+        for (int i = 0; i < W; i++) half[i].bits = brain[i].bits = (uint16_t)(first + i);
+        vf of_half = widen(half), of_brain = widen(brain);
+        for (int i = 0; i < W; i++) {
+            long x = first + i, exponent = x >> 10 & 31, fraction = x & 1023;
+            double size = exponent == 31 ? fraction ? NAN : INFINITY
+                        : exponent ? std::ldexp(1024 + fraction, (int)exponent - 25) : std::ldexp(fraction, -24);
+            double want = x >> 15 ? -size : size;
+            if (std::isnan(want) ? of_half[i] == of_half[i] : of_half[i] != want) bad++;
+            if (bits(of_brain)[i] != (int32_t)(x << 16)) bad++;
+        }
+    }
+}
+
+static void decode(long B, long H, long KV, long Tq, long Tk, long D, long Dv, float tau) {
+    long group = H / KV;
+    auto q = random<float>(B * H * Tq * D), k = random<float>(B * KV * Tk * D), v = random<float>(B * KV * Tk * Dv);
+    std::vector<float> rows(H * Tq * Tk), bound(B * KV, std::sqrt((float)D)), out(B * H * Tq * Dv);
+    std::vector<int64_t> read(B * KV);
+    for (long i = 0; i < H * Tq * Tk; i++) rows[i] = -0.1f * (Tk - 1 - i % Tk);
+    Decode p = {B, H, KV, Tq, Tk, D, Dv, 1, {H * Tq * D, Tq * D, D}, {KV * Tk * D, Tk * D, D}, {KV * Tk * Dv, Tk * Dv, Dv},
+                {0, Tq * Tk, Tk}, 0.5f, tau, q.data(), k.data(), v.data(), rows.data(), bound.data(), out.data(), read.data()};
+    if (!grape_decode(&p, 4)) bad++;
+    for (long i = 0; i < B * H * Tq; i++) {
+        long b = i / (H * Tq), h = i / Tq % H, kv = b * KV + h / group;
+        double sum = 0;
+        Vec o(Dv);
+        for (long j = 0; j < Tk; j++) {
+            double s = 0;
+            for (long d = 0; d < D; d++) s += (double)q[i * D + d] * k[(kv * Tk + j) * D + d];
+            double w = std::exp(s * 0.5 + rows[(h * Tq + i % Tq) * Tk + j]);
+            sum += w;
+            for (long d = 0; d < Dv; d++) o[d] += w * v[(kv * Tk + j) * Dv + d];
+        }
+        for (long d = 0; d < Dv; d++) close("decode", out[i * Dv + d], o[d] / sum, 0.1);
+    }
+    for (long n : read) if (tau < 0 ? n != Tk : n >= Tk) bad++;
+}
+
 int main() {
+    conversions();
+    decode(2, 4, 2, 3, 300, 7, 9, -1);
+    decode(1, 2, 2, 1, 900, 16, 16, 20);
     //   B  H KV HP  Tq   Tk  D Dv  R  P causal window sinks bounded docs pads tau
     run({1, 2, 1, 2, 70, 70, 16, 16, 0, 0, 1, 0, 0, 0, 0, 0, -1});
     run({2, 2, 2, 2, 30, 90, 7, 5, 2, 0, 1, 0, 0, 0, 0, 1, 40});

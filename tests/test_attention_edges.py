@@ -17,10 +17,11 @@ from attention_cases import (
     inputs,
     one_thread,  # noqa: F401
 )
-from grape_pe.attention import attend, decode, flex, key_bound
+from grape_pe.attention import attend, flex, key_bound
 from grape_pe.attention.flex import _slopes
 from grape_pe.attention.pruning import record_pruning
 from grape_pe.bias import Bias, SlopeBias, SlopeTerm
+from grape_pe.testing import TOL
 
 HALF = (torch.bfloat16, torch.float16)
 Attended = tuple[Tensor, Tensor, Tensor]
@@ -204,7 +205,10 @@ def test_decode_while_compiling(name, keys, dtype):
     def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, impl="decode", **options)
 
-    torch.testing.assert_close(compiled(*qkv), attend(*qkv, impl="decode", **options))
+    away = (
+        compiled(*qkv) - attend(*qkv, impl="decode", **options)
+    ).norm()  # torch's attention, and our kernel
+    assert away <= TOL[dtype] * attend(*qkv, impl="reference", **options).norm()
 
 
 @pytest.mark.parametrize(
@@ -298,36 +302,3 @@ def test_the_first_keys_are_read_when_they_matter():
     bound = k.norm(dim=-1).amax(-1)
     got = attend(q, k, v, bias=bias, key_bound=bound, impl="decode")
     torch.testing.assert_close(got, attend(q, k, v, bias=bias, impl="reference"))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4)])
-@pytest.mark.parametrize("spoil", [False, True])
-def test_keys_of_a_long_head_are_shared_among_threads(monkeypatch, heads, kv_heads, spoil):
-    """Heads of different reach, each cut in pieces: as without pruning; a NaN value in one piece is kept."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3 * heads)
-    split, real = [], decode._attend_split
-    monkeypatch.setattr(decode, "_attend_split", lambda *given: split.append(given[-1]) or real(*given))
-    torch.manual_seed(0)
-    length = 4001
-    q, k, v = torch.randn(1, heads, 1, 16), *torch.randn(2, 1, kv_heads, length, 16)
-    if spoil:
-        v[:, -1, 100] = float("nan")
-    positions = torch.arange(length, dtype=torch.float64)[None, None]
-    rate = (0.5 ** torch.arange(1, heads + 1)).view(1, heads, 1)
-    bias = SlopeBias((SlopeTerm(positions[..., -1:], positions, rate_q=rate),))
-    options = {"bias": bias, "impl": "decode"}
-    with torch.no_grad():
-        got = attend(q, k, v, **options, key_bound=key_bound(k))
-        want = attend(q, k, v, bias=bias, impl="reference")
-        strided = attend(q, *(t.mT.contiguous().mT for t in (k, v)), **options, key_bound=key_bound(k))
-    assert split and min(split) > 1
-    assert not spoil or want[:, -1].isnan().all()
-    for result in (got, strided):
-        torch.testing.assert_close(result, want, rtol=2e-6, atol=2e-6, equal_nan=True)
-
-
-def test_heads_of_one_reach_share_a_call():
-    assert decode._joined([640, 512, 576], 1) == [(0, 3, 512)]
-    assert decode._joined([8000, 0, 0], 1) == [(0, 1, 8000), (1, 2, 0)]
-    assert decode._joined([640, 512, 576], 8) == [(0, 2, 512), (2, 1, 576)]
-    assert decode._joined([640, 640], 1, waste=-1) == [(0, 1, 640), (1, 1, 640)]

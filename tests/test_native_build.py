@@ -20,7 +20,7 @@ from grape_pe.attention.cpu import build
 REAL = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is built on Linux only")
 needs_compiler = pytest.mark.skipif(REAL is None, reason="needs a C++ compiler")
-STUB = 'extern "C" void grape_forward(void *) {}\nextern "C" void grape_backward(void *) {}\n'
+STUB = "".join(f'extern "C" void grape_{name}(void *) {{}}\n' for name in ("forward", "backward", "decode"))
 Ask = Callable[[], tuple[bool, str, str]]
 
 
@@ -58,7 +58,7 @@ def ask(cache: Path, capsys) -> Ask:
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory) -> Path:
-    """A small library with the kernel's two functions."""
+    """A small library with the kernel's functions."""
     folder = tmp_path_factory.mktemp("stub")
     (folder / "stub.cpp").write_text(STUB)
     command = [str(REAL), "-shared", "-fPIC", "stub.cpp", "-o", "stub.so"]

@@ -1,7 +1,8 @@
 """A few queries against many keys, without gradients: decoding. The bias is formed as dense rows.
 
-Keys that cannot matter are not even read: when an upper bound of |k| is known (a cache keeps one), the row
-of the bias alone tells from where on a logit can reach the row's own diagonal one, less tau.
+The compiled CPU kernel skips keys that cannot matter: when an upper bound of |k| is known (a cache keeps one), the row
+of the bias alone tells from where on a logit can reach the row's own diagonal one, less tau. Elsewhere torch's
+attention takes the rows as its mask.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ from torch import Tensor
 
 from ..bias import Bias
 from ..precision import readable, working_dtype
+from .cpu import decode as compiled
 from .masks import Masks, finite_tokens
-from .pruning import AUTO, OFF, Prune, as_number, count, nats
+from .pruning import AUTO, Prune, as_number, count, nats
 from .sdpa import sdpa
 
 FEW = 16  # queries: beyond this a tile kernel is faster, and a row would no longer be small
 WORTH = 2048  # keys: below this reading them all is cheaper than asking which to skip
-CHUNK = 64  # keys that are read or skipped together
-WASTE = 1024  # keys that may be read in vain to save a call: a call costs about as much
-SPLIT = 1024  # keys of a head from which on several threads share them
 
 
 def why_not_decode(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
@@ -37,21 +36,25 @@ def attend_decode(
         return v.new_zeros(*q.shape[:3], v.shape[-1]), None
     rows, visible = _rows(q, k, bias, masks)
     looks = q.device.type == "cpu" and readable(q)
-    if not looks and visible is not None:  # values may not be looked at, and what is hidden must not spread
-        out = _attend_not_finite(q, k, v, rows, visible, scale)
-    else:
-        parts = None
-        if rows is not None and looks and masks.key_bound is not None:
-            first = _first_keys(q, k, rows, scale, prune, masks.key_bound)
-            waste = WASTE if rows.dtype == q.dtype else -1  # half precision is widened a head at a time
-            parts = None if first is None else _joined(first, q.shape[0], waste)
-        total = k.shape[1] * k.shape[2]
-        count(total if parts is None else total - sum(part[1] * part[2] for part in parts), total)
-        out = _attend_rows(q, k, v, rows, scale, parts, splits=visible is None)
+    sound = looks or visible is None  # else values may not be looked at, and what is hidden must not spread
+    if looks and compiled.why_not(q) is None:
+        bound = masks.key_bound if k.shape[2] >= WORTH else None
+        out, sound, read = compiled.attend_rows(q, k, v, rows, scale, _tau(prune, k.shape[2]), bound)
+        out = out.to(v.dtype)
+        count(read, q.shape[0] * k.shape[1] * k.shape[2])
+    elif sound:
+        out = _attend_rows(q, k, v, rows, scale)
         # NaN, or zeros: torch's result for a row of NaNs
-        if looks and not torch.linalg.vector_norm(out, float("inf"), -1).amin().item() > 0:
-            out = _attend_not_finite(q, k, v, rows, visible, scale)
+        sound = not looks or torch.linalg.vector_norm(out, float("inf"), -1).amin().item() > 0
+    if sound:
+        return out, None
+    out = _attend_not_finite(q, k, v, rows, visible, scale)
     return (out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)), None
+
+
+def _tau(prune: Prune, keys: int) -> float:
+    choice = as_number(prune)
+    return nats(keys) if choice == AUTO else choice
 
 
 def attend_step(
@@ -89,125 +92,32 @@ def _rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> tuple[Tensor | None
     return torch.where(visible, shown, float("-inf")), visible
 
 
-#: of consecutive key heads that are attended together: (first head, number of heads, first key)
-Part = tuple[int, int, int]
-
-
-def _attend_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor | None,
-    scale: float,
-    parts: list[Part] | None = None,
-    splits: bool = False,
-) -> Tensor:
-    """Attention with these rows added to the logits, in the dtype of the rows if that is wider than q's.
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float) -> Tensor:
+    """Attention by torch with these rows added to the logits, in the dtype of the rows if that is wider than q's.
 
     Then a few key heads at a time: all keys in float32 would be three times the memory there is, and slower.
-    `splits` allows to share the keys of a head among threads; for rows without hidden keys.
     """
     if rows is None:
         return sdpa(q, k, v, scale)
     if rows.shape[0] != q.shape[0] or rows.shape[1] != q.shape[1]:
         rows = rows.expand(q.shape[0], q.shape[1], -1, -1)
-    if rows.dtype == q.dtype and (parts is None or parts == [(0, k.shape[1], 0)]):
+    if rows.dtype == q.dtype:
         return sdpa(q, k, v, scale, attn_mask=rows)
-    group, done = q.shape[1] // k.shape[1], []
-    for head, number, start in parts or _equal_parts(q, k):
-        pieces = _pieces(q, k, v, rows, start, scale) if splits and parts and number == 1 else 1
-        start -= -(k.shape[2] - start) % pieces  # a few keys more, for pieces of one length
-        length = k.shape[2] - start
-        queries, row = (x.narrow(1, head * group, number * group) for x in (q, rows))
-        keys, values = (x.narrow(1, head, number).narrow(2, start, length) for x in (k, v))
-        queries, keys, values = (x.to(rows.dtype) for x in (queries, keys, values))
-        row = row.narrow(3, start, length)
-        if pieces > 1:
-            done.append(_attend_split(queries, keys, values, row, scale, pieces))
-        else:
-            done.append(sdpa(queries, keys, values, scale, attn_mask=row))
+    group, step, done = q.shape[1] // k.shape[1], _heads_at_once(q, k), []
+    for head in range(0, k.shape[1], step):
+        queries, row = (x[:, head * group : (head + step) * group] for x in (q, rows))
+        queries, keys, values = (
+            x.to(rows.dtype) for x in (queries, *(x[:, head : head + step] for x in (k, v)))
+        )
+        done.append(sdpa(queries, keys, values, scale, attn_mask=row))
     return torch.cat(done, 1).to(v.dtype)
 
 
-def _equal_parts(q: Tensor, k: Tensor) -> list[Part]:
-    """All keys, as many key heads at a time as give work to all threads."""
-    heads, together = k.shape[1], 1  # torch.compile cannot trace the number of threads
-    if not torch.compiler.is_compiling():
-        together = max(1, torch.get_num_threads() * heads // (q.shape[0] * q.shape[1]))
-    return [(head, min(together, heads - head), 0) for head in range(0, heads, together)]
-
-
-def _joined(first: list[int], batch: int, waste: int = WASTE) -> list[Part]:
-    """Neighbouring key heads in one call, as long as at most `waste` keys are read in vain; -1: never."""
-    parts: list[Part] = [(0, 1, first[0])]
-    unneeded = 0  # keys that the last part reads in vain
-    for head, start in enumerate(first[1:], 1):
-        begin, number, lowest = parts[-1]
-        more = number * max(0, lowest - start) + max(0, start - lowest)
-        if (unneeded + more) * batch <= waste:
-            parts[-1], unneeded = (begin, number + 1, min(lowest, start)), unneeded + more
-        else:
-            parts.append((head, 1, start))
-            unneeded = 0
-    return parts
-
-
-def _pieces(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, start: int, scale: float) -> int:
-    """In how many pieces to cut the keys of a key head: torch gives a head of a sequence to one thread."""
-    keys = k.shape[2] - start
-    if keys < SPLIT or q.shape[-1] != v.shape[-1] or scale <= 0 or q.shape[0] > 1:
+def _heads_at_once(q: Tensor, k: Tensor) -> int:
+    """As many key heads as give work to all threads."""
+    if torch.compiler.is_compiling():  # which cannot trace the number of threads
         return 1
-    if any(x.stride(-1) != 1 for x in (q, k, v, rows)):  # the kernel would misread other layouts
-        return 1
-    pieces = max(1, torch.get_num_threads() * k.shape[1] // q.shape[1])
-    return pieces if -keys % pieces <= start else 1
-
-
-def _attend_split(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, pieces: int) -> Tensor:
-    """One sequence, one key head: attention to each piece of the keys, then their mean by softmax weight."""
-    keys, values = (x[0].unflatten(1, (pieces, -1)).transpose(0, 1) for x in (k, v))  # (pieces, 1, n, D)
-    keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-    row = rows[0].unflatten(-1, (pieces, -1)).permute(2, 0, 1, 3)
-    q = q.expand(pieces, -1, -1, -1)
-    out, lse = FLASH(q, keys, values, attn_mask=row, scale=scale)
-    weight = torch.add(lse.softmax(0), lse, alpha=0)  # NaN where a piece has no finite logit
-    return (out * weight.unsqueeze(-1)).sum(0, keepdim=True)
-
-
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def _first_keys(
-    q: Tensor, k: Tensor, rows: Tensor, scale: float, prune: Prune, key_bound: Tensor
-) -> list[int] | None:
-    """For each key head the first key to read; None for all keys.
-
-    A row has at least the logit of its newest visible key, exactly; no other exceeds |q| max|k| plus bias.
-    Keys are skipped in chunks, by the largest bias of a chunk.
-    """
-    choice = as_number(prune)
-    if choice == OFF or k.shape[2] < WORTH:
-        return None
-    need = _needed(q.unflatten(1, (k.shape[1], -1)), k, rows, scale, key_bound)
-    need = need - (nats(k.shape[2]) if choice == AUTO else choice)
-    odd = k.shape[2] % CHUNK or CHUNK  # keys of the first chunk
-    largest = rows.narrow(3, odd, k.shape[2] - odd).unflatten(-1, (-1, CHUNK)).amax(-1)  # NaN if one is
-    largest = torch.cat([rows.narrow(3, 0, odd).amax(-1, keepdim=True), largest], -1)
-    read = (largest < need.unsqueeze(-1)).logical_not_()  # (B, H, Tq, chunks); a NaN matters
-    read = read.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 3).any(1)  # (Hkv, chunks)
-    chunks = read.view(torch.uint8).argmax(-1).tolist()
-    return [odd + CHUNK * (chunk - 1) if chunk else 0 for chunk in chunks]
-
-
-def _needed(q: Tensor, k: Tensor, rows: Tensor, scale: float, key_bound: Tensor) -> Tensor:
-    """(B, H, Tq): the least bias with which a logit can reach that of the row's own key; -inf if that is hidden.
-
-    q is (B, Hkv, H / Hkv, Tq, D).
-    """
-    q, count = q.to(working_dtype(q.dtype)), q.shape[3]  # a norm rounded down would be no bound
-    own = (q * k[:, :, None, -count:]).sum(-1) * scale
-    bound = torch.linalg.vector_norm(q, dim=-1) * (key_bound * abs(scale))[:, :, None, None]
-    return (own - bound).flatten(1, 2) + rows[..., -count:].diagonal(dim1=-2, dim2=-1)
+    return max(1, torch.get_num_threads() * k.shape[1] // (q.shape[0] * q.shape[1]))
 
 
 def _attend_not_finite(

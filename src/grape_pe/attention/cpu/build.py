@@ -20,15 +20,17 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-SOURCES = ("simd.h", "tiles.cpp")
-COMPILE = ["-c", "tiles.cpp", "-o", "tiles.o", "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp"]
+SOURCES = ("simd.h", "tiles.cpp", "decode.cpp")
+COMPILE = ["-c", "tiles.cpp", "decode.cpp", "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp"]
 COMPILE += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 # With its OpenMP symbols left open the library shares the threads of torch's runtime, which is loaded already.
 # Where that does not load, it is linked with a runtime of its own.
-LINK = (["-shared", "tiles.o", "-o", "shared.so"], ["-shared", "tiles.o", "-fopenmp", "-o", "own.so"])
+OBJECTS = ["-shared", "tiles.o", "decode.o"]
+LINK = ([*OBJECTS, "-o", "shared.so"], [*OBJECTS, "-fopenmp", "-o", "own.so"])
 
 
 class NoKernel(Exception):
@@ -51,12 +53,12 @@ def why_not() -> str | None:
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def run(name: str, problem: bytes) -> None:
-    """Call grape_forward or grape_backward; the caller keeps the arrays of the problem alive meanwhile."""
+def run(name: str, problem: bytes, *numbers: int) -> Any:
+    """Call a function of the library; the caller keeps the arrays of the problem alive meanwhile."""
     found = _load()
     if isinstance(found, str):
         raise RuntimeError(f"the compiled CPU attention kernel is not available: {found}")
-    getattr(found, name)(problem)
+    return getattr(found, name)(problem, *numbers)
 
 
 @functools.cache
@@ -92,6 +94,7 @@ def _open(path: Path) -> ctypes.CDLL:
         raise NoKernel(f"the library does not load ({problem}); another GRAPE_PE_CACHE may help") from problem
     for function in (library.grape_forward, library.grape_backward):
         function.argtypes, function.restype = [ctypes.c_char_p], None
+    library.grape_decode.argtypes = [ctypes.c_char_p, ctypes.c_int]
     return library
 
 

@@ -39,13 +39,18 @@ static inline vi iota() {
     return x;
 }
 
-static inline float hsum(vf x) {
-    float s = 0;
-    for (int half = W / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    s = x[0];
-    return s;
+template <int N> struct Lanes { typedef float type __attribute__((vector_size(N * 4))); };
+
+template <int N>
+static inline float hsum_of(const typename Lanes<N>::type &x) {
+    typename Lanes<N / 2>::type low, high;
+    memcpy(&low, &x, sizeof low);
+    memcpy(&high, (const char *)&x + sizeof low, sizeof high);
+    low += high;
+    if constexpr (N == 4) return low[0] + low[1];
+    else return hsum_of<N / 2>(low);
 }
+static inline float hsum(vf x) { return hsum_of<W>(x); }
 
 static inline bool any(vi mask) {
     int32_t found = 0;

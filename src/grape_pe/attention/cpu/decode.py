@@ -1,0 +1,56 @@
+"""A few queries over many keys by the compiled CPU kernel, decode.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+
+from . import build
+
+#: `Decode` in decode.cpp: sizes, strides, scale and tau, addresses
+PROBLEM = struct.Struct("8q 12q 2f 7P")
+#: what the kernel is told about the dtype of q, k and v
+BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
+
+
+def why_not(q: Tensor) -> str | None:
+    """Why the kernel cannot take these queries, or None."""
+    if q.device.type != "cpu" or q.dtype not in BYTES:
+        return f"it reads float32, float16 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
+    return build.why_not()
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, scale: float, tau: float, key_bound: Tensor | None
+) -> tuple[Tensor, bool, int]:
+    """Attention with these rows added to the logits: (output in float32, whether it is sound, keys read).
+
+    `rows` is (B|1, H|1, Tq, Tk), -inf where a key is hidden. It is sound if every number is finite and
+    every query sees a key. With a `key_bound` keys further than `tau` below a row's own are not read.
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
+    row_strides, row_address = (0, 0, 0), 0
+    if rows is not None:
+        rows = rows.to(torch.float32)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        shared = rows.shape[0] == 1, rows.shape[1] == 1, False
+        row_strides = tuple(0 if one else s for one, s in zip(shared, rows.stride()[:3], strict=True))
+        row_address = rows.data_ptr()
+    bound_address = 0
+    if rows is None or key_bound is None:
+        tau = -1.0
+    else:
+        key_bound = key_bound.to(torch.float32).contiguous()
+        bound_address = key_bound.data_ptr()
+    out = q.new_empty((batch, heads, queries, v.shape[-1]), dtype=torch.float32)
+    read = torch.empty(batch * kv_heads, dtype=torch.int64)
+    sizes = batch, heads, kv_heads, queries, keys, width, v.shape[-1], torch.get_num_threads()
+    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *row_strides
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), row_address, bound_address
+    numbers = ctypes.c_float(scale).value, tau  # infinite beyond float32, for which `pack` raises
+    problem = PROBLEM.pack(*sizes, *strides, *numbers, *addresses, out.data_ptr(), read.data_ptr())
+    return out, bool(build.run("grape_decode", problem, BYTES[q.dtype])), int(read.sum())
