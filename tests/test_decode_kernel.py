@@ -101,7 +101,7 @@ def test_what_is_not_finite_spreads_to_who_sees_it(where, number):
     q, k, v = drawn((2, 2, 2, 2, 600, 8, 8))
     hidden = torch.zeros(2, 600, dtype=torch.bool)
     hidden[1, :5] = True
-    dict(q=q, k=k, v=v)[where][1, 1, 1, 0] = number
+    {"q": q, "k": k, "v": v}[where][1, 1, 1, 0] = number
     got = attend(q, k, v, bias=slopes(2, 2, 600), impl="decode", key_padding=hidden)
     want = attend(q, k, v, bias=slopes(2, 2, 600), impl="reference", key_padding=hidden)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6, equal_nan=True)

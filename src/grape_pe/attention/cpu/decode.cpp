@@ -94,6 +94,8 @@ struct Head {
     long head(long r) const { return kv * p.group() + r / p.Tq; }
     const float *row(long r) const { return p.row(b, head(r), r % p.Tq); }
 
+    static vi matters(const float *bias, vf need) { return ~(load(bias) < need); }  // a NaN does
+
     void find_first() {
         std::vector<float> key(width);
         first = p.Tk - p.Tq;
@@ -103,7 +105,9 @@ struct Head {
             widen_row(k + own * p.k_stride[2], p.D, key.data());
             float bound = std::sqrt(dot(x, x, width)) * p.bound[b * p.KV + kv] * (1 + 1e-5f);
             vf need = all(dot(x, key.data(), width) + bias[own] - bound - p.tau);
-            while (j + W <= first && !any(~(load(bias + j) < need))) j += W;  // a NaN matters
+            while (j + 4 * W <= first && !any(matters(bias + j, need) | matters(bias + j + W, need) |
+                                              matters(bias + j + 2 * W, need) | matters(bias + j + 3 * W, need)))
+                j += 4 * W;
             first = std::min(first, j);
         }
     }

@@ -33,14 +33,14 @@ def attend_rows(
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    row_strides, row_address = (0, 0, 0), 0
+    row_strides: tuple[int, ...] = (0, 0, 0)
+    row_address = bound_address = 0
     if rows is not None:
         rows = rows.to(torch.float32)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         shared = rows.shape[0] == 1, rows.shape[1] == 1, False
         row_strides = tuple(0 if one else s for one, s in zip(shared, rows.stride()[:3], strict=True))
         row_address = rows.data_ptr()
-    bound_address = 0
     if rows is None or key_bound is None:
         tau = -1.0
     else:
