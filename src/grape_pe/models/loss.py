@@ -73,7 +73,9 @@ def _dense(
             continue
         slope = logits.sub_(norm).exp_()  # softmax, in the storage of the logits
         slope.scatter_add_(-1, index, slope.new_full((), -1.0).expand_as(index))
-        slope = slope.mul_(counted.unsqueeze(-1)).to(hidden.dtype)
+        if targets.device.type != "cpu":  # there the other rows were left out
+            slope.mul_(counted.unsqueeze(-1))
+        slope = slope.to(hidden.dtype)
         if hidden_grad:
             torch.mm(slope, weight, out=d_hidden[start : start + size])
         if weight_grad:
