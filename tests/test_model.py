@@ -293,6 +293,38 @@ def test_rows_without_a_target_are_not_computed(monkeypatch):
     assert hidden.grad[targets < 0].abs().sum() == 0 and (hidden.grad[targets >= 0].abs().sum(1) > 0).all()
 
 
+@pytest.mark.parametrize("encoding", ["rope", "fox", "grape-ap", "path"])
+@pytest.mark.parametrize("options", [{}, {"output_gate": True, "output_norm": True}, {"checkpointing": True}])
+def test_last_layer_computes_only_what_targets_need(encoding, options, monkeypatch):
+    torch.manual_seed(0)
+    options = dict(options)
+    checkpointing = options.pop("checkpointing", False)
+    model = Decoder(DecoderConfig(64, 32, layers=2, heads=2, encoding=encoding, **options)).double().train()
+    model.gradient_checkpointing = checkpointing
+    tokens, targets = torch.randint(0, 64, (2, 2, 12))
+    targets[torch.rand(2, 12) < 0.7] = -100
+    rows = []
+    model.model.norm.register_forward_hook(lambda *call: rows.append(call[2].shape[:2].numel()))
+
+    def gradients():
+        model.zero_grad()
+        loss = model(tokens, targets=targets)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    few, bound = gradients(), TOL[torch.float32]  # the loss is float32
+    monkeypatch.setattr(grape.models.decoder, "counted_rows", lambda targets: None)
+    for got, want in zip(few, gradients(), strict=True):
+        torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+    assert rows == [int((targets >= 0).sum()), targets.numel()]
+
+
+def test_no_target_at_all_gives_zero_gradients():
+    model = Decoder(DecoderConfig(64, 32, layers=1, heads=2)).train()
+    model(torch.zeros(1, 4, dtype=torch.long), targets=torch.full((1, 4), -100)).backward()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
 def test_cross_entropy_of_nothing_is_zero_and_op_is_sound():
     from grape_pe.models.loss import _chunked
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.masks import check_window
@@ -160,14 +161,22 @@ class Attention(nn.Module):
         encoding: Encoding,
         cache: StreamingCache | None = None,
         weights: bool = False,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attended values (B, T, C); with `weights` also the dense attention (B, H, T, Tk)."""
+        """The attended values (B, T, C); with `weights` also the dense attention (B, H, T, Tk).
+
+        With `wanted` (n,), indices into the B * T tokens of a call without padding, the values (1, n, C) of these.
+        """
         x = layout.pack(x)
         masks: dict[str, Any] = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
         norms = self.norms(encoding)
         q, k, v = self.project(x, self.q_norm if norms["norm_after"] is None else None)
         inputs = see(q, k, v, x, layout, encoding, cache, self.kv_shift, **norms, **masks)
-        y = self.write(inputs.attend(), x)
+        y = inputs.attend()
+        if wanted is not None:
+            y = split_heads(pick(y.transpose(1, 2).flatten(2), wanted), y.shape[-1]).transpose(1, 2)
+            x = pick(x, wanted)
+        y = self.write(y, x)
         return layout.unpack(y), dense_weights(inputs, layout, cache) if weights else None
 
     def write(self, y: Tensor, x: Tensor) -> Tensor:
@@ -199,6 +208,11 @@ class Attention(nn.Module):
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """(B, T, H * D) as (B, T, H, D), for no tokens as well."""
     return x.view(*x.shape[:2], x.shape[2] // head_dim, head_dim)
+
+
+def pick(x: Tensor, wanted: Tensor) -> Tensor:
+    """(1, n, C): these of the B * T tokens of (B, T, C). An embedding, whose gradient is quicker than an index's."""
+    return F.embedding(wanted, x.flatten(0, 1)).unsqueeze(0)
 
 
 def see(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
 from ..layers import RMSNorm
+from ..layers.attention import pick
 from .config import DecoderConfig
 
 
@@ -66,10 +67,11 @@ class Block(nn.Module):
         encoding: Encoding | None = None,
         cache: StreamingCache | None = None,
         weights: bool = False,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The stream after this block, and the attention weights if asked for."""
+        """The stream after this block, and the attention weights if asked for; `wanted` as for `Attention.run`."""
         used = encoding if encoding is not None else self.self_attn.encoding
         assert used is not None
-        y, dense = self.self_attn.run(self.input_layernorm(x), layout, used, cache, weights)
-        x = x + y
+        y, dense = self.self_attn.run(self.input_layernorm(x), layout, used, cache, weights, wanted)
+        x = (x if wanted is None else pick(x, wanted)) + y
         return x + self.mlp(self.post_attention_layernorm(x)), dense

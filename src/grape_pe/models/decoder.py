@@ -21,7 +21,7 @@ from ..layers.arguments import call_layout, check_layers, check_model_cache, che
 from .absolute import EMBEDDING_STD
 from .blocks import Block
 from .config import DecoderConfig
-from .loss import cross_entropy
+from .loss import counted_rows, cross_entropy
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -93,16 +93,23 @@ class Trunk(nn.Module):
         return found
 
     def forward(
-        self, tokens: Tensor, layout: Layout, cache: DecoderCache | None = None, checkpointing: bool = False
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        cache: DecoderCache | None = None,
+        checkpointing: bool = False,
+        wanted: Tensor | None = None,
     ) -> Tensor:
+        """Hidden states (B, T, C); with `wanted` (n,), indices into the B * T tokens, those of these, (1, n, C)."""
         x = self.embed_tokens(tokens)
         x = x if self.absolute is None else self.absolute(x, layout)
         for i, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[i]
+            rows = wanted if i + 1 == len(self.layers) else None  # what comes after attention is row by row
             if checkpointing:
-                x, _ = checkpoint(block, x, layout, self.encoding, use_reentrant=False)  # type: ignore[misc]
+                x, _ = checkpoint(block, x, layout, self.encoding, wanted=rows, use_reentrant=False)  # type: ignore[misc]
             else:
-                x, _ = block(x, layout, self.encoding, layer_cache)
+                x, _ = block(x, layout, self.encoding, layer_cache, wanted=rows)
         return self.norm(x)
 
 
@@ -164,10 +171,13 @@ class Decoder(nn.Module):
                 and so is the loss: with `count` for all ranks, losses and gradients of all ranks are to be added.
         """
         given = {"documents": documents, "positions": positions, "padding": padding}
-        hidden = self.hidden(tokens, **given, cache=cache, parallel=parallel)
-        if targets is not None:
-            return cross_entropy(hidden, self.head, targets, count)
-        return hidden @ self.head.T
+        if targets is None:
+            return self.hidden(tokens, **given, cache=cache, parallel=parallel) @ self.head.T
+        wanted = None if padding is not None or targets.shape != tokens.shape else counted_rows(targets)
+        hidden = self.hidden(tokens, **given, cache=cache, parallel=parallel, wanted=wanted)
+        if wanted is not None:
+            targets = targets.reshape(-1)[wanted]
+        return cross_entropy(hidden, self.head, targets, count)
 
     def hidden(
         self,
@@ -178,8 +188,13 @@ class Decoder(nn.Module):
         padding: Tensor | None = None,
         cache: DecoderCache | None = None,
         parallel: ContextParallel | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`."""
+        """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`.
+
+        With `wanted` (n,), indices into the B * T tokens of a call without padding, (1, n, C): the last layer then
+        computes only what these need.
+        """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (batch, tokens), got {tuple(tokens.shape)}")
         encoding, first = self.model.encoding_of(0), None if cache is None else cache.layers[0]
@@ -191,7 +206,7 @@ class Decoder(nn.Module):
             layout = layout.prepare(self.model.preparation, self.model.embed_tokens.weight.dtype)
         check_layers(self.model.preparation.encodings, layout, [] if cache is None else cache.layers)
         checkpointing = self.gradient_checkpointing and self.training and cache is None
-        return self.model(tokens, layout, cache, checkpointing)  # type: ignore[no-any-return]
+        return self.model(tokens, layout, cache, checkpointing, wanted)  # type: ignore[no-any-return]
 
     def cache(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..precision import autocasts
+from ..precision import autocasts, readable
 
 IGNORE = -100
 #: elements of one chunk's logits on a CPU (float32: 32 MB, about its cache)
@@ -39,7 +39,7 @@ def _chunked(
     hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sum of losses in float32, its gradient for hidden (N, C), for weight (V, C)); empty if not wanted."""
-    counted = _counted(targets)
+    counted = counted_rows(targets)
     if counted is not None:  # rows without a target cost nothing
         total, d_rows, d_weight = _dense(hidden[counted], weight, targets[counted], hidden_grad, weight_grad)
         d_hidden = hidden.new_zeros(hidden.shape if hidden_grad else 0)
@@ -47,12 +47,12 @@ def _chunked(
     return _dense(hidden, weight, targets, hidden_grad, weight_grad)
 
 
-def _counted(targets: Tensor) -> Tensor | None:
+def counted_rows(targets: Tensor) -> Tensor | None:
     """The rows with a target, if there are others too. Only on the CPU: a GPU would have to wait for it."""
-    if targets.device.type != "cpu":
+    if targets.device.type != "cpu" or not readable(targets):
         return None
-    found = (targets != IGNORE).nonzero().squeeze(-1)
-    return None if len(found) == len(targets) else found
+    found = (targets.reshape(-1) != IGNORE).nonzero().squeeze(-1)
+    return None if len(found) == targets.numel() else found
 
 
 def _dense(
@@ -73,7 +73,9 @@ def _dense(
             continue
         slope = logits.sub_(norm).exp_()  # softmax, in the storage of the logits
         slope.scatter_add_(-1, index, slope.new_full((), -1.0).expand_as(index))
-        slope = slope.mul_(counted.unsqueeze(-1)).to(hidden.dtype)
+        if targets.device.type != "cpu":  # there the other rows were left out
+            slope.mul_(counted.unsqueeze(-1))
+        slope = slope.to(hidden.dtype)
         if hidden_grad:
             torch.mm(slope, weight, out=d_hidden[start : start + size])
         if weight_grad:

@@ -28,6 +28,7 @@ from ..config import RunConfig
 from ..data import Batch, prefetch
 from ..errors import Diverged, LabError
 from ..progress import ProgressLine
+from .allocator import keep_freed_memory
 from .checkpoint import Checkpoints, TrainingState
 from .collector import PausedCollector
 from .distributed import World, check_split, world
@@ -187,6 +188,8 @@ class Trainer:
         """Train to the last step, or until a signal asks to stop."""
         steps = range(self.progress.step, self.config.train.steps)
         stopped = 0
+        if self.world.device.type == "cpu":
+            keep_freed_memory()
         try:
             # to the end: a cluster may ask twice, also while this saves
             with StopSignals() as signals, PausedCollector() as self.collector, self.profile:
