@@ -108,6 +108,8 @@ struct Head {
             while (j + 4 * W <= first && !any(matters(bias + j, need) | matters(bias + j + W, need) |
                                               matters(bias + j + 2 * W, need) | matters(bias + j + 3 * W, need)))
                 j += 4 * W;
+            while (j + W <= first && !any(matters(bias + j, need))) j += W;
+            while (j < first && bias[j] < need[0]) j++;
             first = std::min(first, j);
         }
     }

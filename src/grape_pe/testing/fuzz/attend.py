@@ -25,7 +25,7 @@ from .dense import dense_attention, dense_attention_lse, torch_attention, visibl
 from .draw import Layout, RawBias, Sizes, draw_bias, draw_masks, draw_sizes
 from .encodings import draw_encoding, draw_positions
 from .runner import Outcome
-from .skipping import draw_skipping, skipping
+from .skipping import skipping
 
 #: dtype -> how many times the dense error is allowed, and which part of the value in any case
 RULE = {
@@ -59,7 +59,7 @@ class Case:
     encoding: Encoding | None = None
     positions: Tensor | None = None
     threads: int = 1
-    skips: tuple[int, int, int] | None = None  # decoding skips keys: see `skipping`
+    skips: bool = False  # decoding skips keys: see `skipping`
     values: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     scales: Any = None  # the state of the generator that chose sizes and dtypes of the values
@@ -108,7 +108,7 @@ def draw_case(seed: int) -> Case:
     ):
         case.layouts[name] = Layout(rng, (s.batch, heads, tokens, width))
     case.threads = rng.choice((1, 1, 1, 2, 4))
-    case.skips = draw_skipping(rng) if rng.random() < 0.3 else None
+    case.skips = rng.random() < 0.3
     case.scales = rng.getstate()
     _draw_values(case, rng, generator)
     return case
@@ -298,7 +298,7 @@ class _Refused(Exception):
 
 
 def _arguments(case: Case, k: Tensor) -> dict[str, Any]:
-    bound = {} if case.skips is None else {"key_bound": key_bound(k.detach())}
+    bound = {"key_bound": key_bound(k.detach())} if case.skips else {}
     return {**case.masks, **case.options, **bound}
 
 

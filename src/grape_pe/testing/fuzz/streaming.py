@@ -23,7 +23,7 @@ from .dense import dense_attention
 from .draw import Sizes
 from .encodings import WIDTH, draw_encoding
 from .runner import Outcome
-from .skipping import Skips, draw_skipping, skipping
+from .skipping import skipping
 from .static import Static
 
 FIELDS = ("q", "k", "v", "x")
@@ -61,7 +61,7 @@ class World:
     sequences: list[list[Token]]
     pending: list[dict[int, Tensor]]
     reach: list[int]  # tokens that must be possible to take back
-    skips: Skips | None = None  # see `skipping`
+    skips: bool = False  # see `skipping`
     threads: int = 1
     moved: bool = False  # rebased: keys were rounded once more
     outcome: Outcome = field(default_factory=Outcome)
@@ -132,7 +132,7 @@ def _draw_world(rng: random.Random, seed: int) -> World:
         [{} for _ in range(batch)],
         [0] * batch,
     )
-    world.skips = draw_skipping(rng) if rng.random() < 0.4 else None
+    world.skips = rng.random() < 0.4
     world.threads = rng.choice((1, 1, 1, 2))
     return world
 
