@@ -228,8 +228,6 @@ def test_questions_that_do_not_fit_are_refused_before_the_model_is_loaded(tmp_pa
 class OneOf(World):
     """A rank whose companions' answers are given."""
 
-    others: list = []
-
     def gathered(self, value):
         return [value, *self.others]
 

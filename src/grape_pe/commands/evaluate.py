@@ -16,7 +16,7 @@ def add_parsers(commands: Commands) -> None:
     parser = add_command(
         kinds, "lm", run_lm, "accuracy on language tasks, by lm_eval",
         "grape eval lm runs/x/final --tasks arc_easy,sciq --limit 100",
-        "Accuracy on language tasks, by lm_eval. On several GPUs: torchrun --nproc_per_node=8 -m grape_pe.cli eval lm …",
+        "Accuracy on language tasks, by lm_eval. On 8 GPUs: torchrun --nproc_per_node=8 -m grape_pe.cli eval lm …",
     )  # fmt: skip
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model's directory or Hub name")
     parser.add_argument("--tasks", metavar="NAMES", help="separated by commas (default: the paper's seven)")
