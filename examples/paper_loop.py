@@ -1,7 +1,7 @@
 """The paper's loop in one command: text, training on several ranks, scores, and the page with tables and figures.
 
     python examples/paper_loop.py                       # a miniature, some minutes on two cores, nothing downloaded
-    python examples/paper_loop.py --recipe paper-medium --source fineweb-edu-100B --tasks paper --ranks 8
+    python examples/paper_loop.py --recipe paper-medium --data data/fineweb-edu-100B --ranks 8
 
 The second line is the experiment of the paper on one node with 8 GPUs. What is finished is not done again, so a loop
 that was stopped is continued by the same command. Settings of `grape train` may follow: --train.steps 100.
@@ -29,6 +29,7 @@ metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}
   - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
 """
+SMALL = ("--tokenizer", "bpe-1024", "--max-tokens", "1000000", "--validation", "0.05")
 PROMPT, ANSWER, QUESTIONS, CHOICES = 48, 8, 200, 4
 
 
@@ -41,16 +42,16 @@ def main() -> None:
         "--encodings", default="rope,fox,grape-a-qk,grape-ap", help="NAME or NAME+kv, with commas"
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes of torchrun (default: 2)")
-    parser.add_argument("--source", default="builtin", help="of grape data prepare (default: builtin)")
-    parser.add_argument("--tasks", choices=("local", "paper"), default="local",
-                        help="local: which words follow, cut from the validation text; paper: its seven tasks")  # fmt: skip
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR",
+        help="prepared text, on which the paper's seven tasks follow; without it a part of the built-in text, and a "
+        "task made of it",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("results/paper"), help="(default: results/paper)")
     given, settings = parser.parse_known_args()
-    data, runs = given.out / "data", []
-    grape("data", "prepare", given.source, "--out", data)
-    tasks = local_task(data, given.out / "tasks") if given.tasks == "local" else []
-    for arm in given.encodings.split(","):
-        run = given.out / "runs" / arm.replace("+", "-")
+    data, tasks = (given.data, []) if given.data else miniature(given.out)
+    runs = [given.out / "runs" / arm.replace("+", "-") for arm in given.encodings.split(",")]
+    for arm, run in zip(given.encodings.split(","), runs, strict=True):
         shift = ["--kv-shift"] if arm.endswith("+kv") else []
         words = ["--encoding", arm.removesuffix("+kv"), *shift, "--data.source", data, *settings]
         if not (run / "final").is_dir():
@@ -58,7 +59,6 @@ def main() -> None:
         if not (run / "lm_eval.json").exists():
             scores = ["--output", run / "lm_eval.json"]
             grape("eval", "lm", run / "final", *tasks, *scores, ranks=given.ranks)
-        runs.append(run)
     grape("report", "--paper", *runs, "--out", given.out / "paper.html")
 
 
@@ -72,13 +72,15 @@ def grape(*words: object, ranks: int = 0) -> None:
         sys.exit(code)
 
 
-def local_task(data: Path, out: Path) -> list[object]:
-    """A task of lm_eval made of validation text: which of four pieces follows? Options of grape eval lm for it."""
-    out.mkdir(exist_ok=True)
-    questions = out / "continuation.jsonl"
+def miniature(out: Path) -> tuple[Path, list[object]]:
+    """A small text, and the options of `grape eval lm` for a task made of it: which of four pieces follows?"""
+    data, tasks = out / "data", out / "tasks"
+    grape("data", "prepare", "builtin", *SMALL, "--out", data)
+    tasks.mkdir(exist_ok=True)
+    questions = tasks / "continuation.jsonl"
     questions.write_text("".join(json.dumps(each) + "\n" for each in continuations(data)))
-    (out / "continuation.yaml").write_text(TASK.format(questions=json.dumps(str(questions.resolve()))))
-    return ["--include", out, "--tasks", "continuation"]
+    (tasks / "continuation.yaml").write_text(TASK.format(questions=json.dumps(str(questions.resolve()))))
+    return data, ["--include", tasks, "--tasks", "continuation"]
 
 
 def continuations(data: Path) -> list[dict[str, object]]:

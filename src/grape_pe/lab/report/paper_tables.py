@@ -123,11 +123,11 @@ def headline(found: Sequence[Repetition]) -> str:
     """How many rows are repeated."""
     scored = {run.row.name for run in found if any(not line.reasons for line in lines(run))}
     begun = {run.row.name for run in found} - scored
-    rest = (
-        f"; {len(begun)} {'has' if len(begun) == 1 else 'have'} runs that are not comparable" if begun else ""
-    )
     missing = len(rows()) - len(scored) - len(begun)
-    return f"{len(scored)} of the paper's {len(rows())} rows are repeated{rest}; {missing} were not run."
+    return (
+        f"Of the paper's {len(rows())} rows {len(scored)} repeated, {len(begun)} with runs that are not comparable, "
+        f"{missing} not run."
+    )
 
 
 def paper_markdown(found: Sequence[Repetition], notes: Sequence[str]) -> str:

@@ -28,8 +28,8 @@ from .runs import RESTORE, read_lm_scores, read_run
 
 #: besides those that may change in a run under way: they do not change what is learned
 NOT_LEARNED = (*FREE_ON_RESUME, "train.eval_every", "train.eval_sequences", "train.decay")
-#: the paper's text: name and sample of the dataset, and the tokenizer
-TEXT, TOKENIZER, VOCABULARY = NAMED["fineweb-edu-100B"], "gpt2", 50257
+#: the paper's text: name and sample of the dataset, and the size of GPT-2's vocabulary
+TEXT, VOCABULARY = NAMED["fineweb-edu-100B"], 50257
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,13 @@ def _text(place: Path, source: str) -> tuple[list[str], list[str]]:
     manifest = load_manifest(path.parent)
     wrong, made = [], manifest.settings
     if manifest.vocab_size != VOCABULARY:
-        wrong.append(f"its tokenizer is {manifest.tokenizer}, not {TOKENIZER}")
+        wrong.append(
+            f"its tokenizer ({manifest.tokenizer}) has {manifest.vocab_size} tokens, not the {VOCABULARY} of gpt2"
+        )
     if made.get("source") == ADOPTED:
         return wrong, [f"text not checked: {source} holds {ADOPTED}, which do not say where they come from"]
     if (made.get("source"), made.get("config")) != (f"hf:{TEXT[0]}", TEXT[1]):
-        wrong.append(f"its text is {made.get('source')}, not {' '.join(TEXT)}")
+        wrong.append(f"its text is {made.get('source')}, not {' '.join(map(str, TEXT))}")
     return wrong, []
 
 
