@@ -5,6 +5,8 @@
 
 The second line is the experiment of the paper on one node with 8 GPUs. What is finished is not done again, so a loop
 that was stopped is continued by the same command. Settings of `grape train` may follow: --train.steps 100.
+
+It needs: pip install 'grape-pe[lab,eval]'
 """
 
 import argparse

@@ -175,11 +175,11 @@ def test_differences_to_the_published_scores(text: Path, tmp_path: Path) -> None
     assert norm.differences()["average"] == pytest.approx((6 * 1.5 + 0.5) / 7, abs=0.006)
     assert (
         headline(found)
-        == "Of the paper's 23 rows 1 repeated, 0 with runs that are not comparable, 22 not run."
+        == "1 of the paper's 23 rows repeated; 0 with only runs that are not comparable; 22 not run."
     )
     written = paper_table("medium", found).markdown()
-    assert "| `rope, first acc` | 56.86 ± 1.00 (+0.50) |" in written and "| comparable |" in written
-    assert written.count("not run") == 12 and "| `rope, published` | 56.36 | 30.38 |" in written
+    assert "| `rope, first acc` | comparable | 56.86 ± 1.00 (+0.50) |" in written
+    assert written.count("not run") == 12 and "| `rope, published` | – | 56.36 | 30.38 |" in written
     assert paper_table("large", found).markdown().count("not run") == 10
     stored = paper_json(found, [])["rows"][0]["runs"][0]["scores"][1]
     assert stored["metric"] == "acc_norm" and stored["accuracy"]["winogrande"] is None
@@ -192,8 +192,9 @@ def test_what_may_not_be_compared_has_a_reason_and_no_difference(text: Path, tmp
     write_scores(write_run(tmp_path / "shots", **where), shots=5)
     few = {"arc_easy": TaskScore(0.5, 0.5, 0.1, 0.1, 100), "own": TaskScore(0.25, 0.5, 0.1, 0.1, 100)}
     write_scores(write_run(tmp_path / "few", **where), tasks=few, limit=100)
+    write_scores(write_run(tmp_path / "local", **where), tasks={"own": few["own"]})
     write_run(tmp_path / "bare", **where)
-    found, notes = repetitions([tmp_path / name for name in ("short", "shots", "few", "bare")])
+    found, notes = repetitions([tmp_path / name for name in ("short", "shots", "few", "local", "bare")])
     assert not any(line.differences() for run in found for line in lines(run))
     said = paper_markdown(found, notes)
     for part in (
@@ -201,11 +202,12 @@ def test_what_may_not_be_compared_has_a_reason_and_no_difference(text: Path, tmp
         "shots: not comparable: 5 shots, not 0.",
         "few: not comparable: arc_easy: 100 questions, not 2376; arc_challenge: no questions, not 1172;",
         "bare: not scored; grape eval lm",
-        "| `rope, bare` | – | – | – | – | – | – | – | – | – | not scored |",
+        "| `rope, bare` | not scored | – | – | – | – | – | – | – | – | – |",
         "| own |",
+        "local: not comparable: none of the paper's tasks.",
     ):
         assert part in said, part
-    assert "Of the paper's 23 rows 0 repeated, 1 with runs that are not comparable, 22 not run." in said
+    assert "0 of the paper's 23 rows repeated; 1 with only runs that are not comparable; 22 not run." in said
 
 
 # ---- the command

@@ -72,21 +72,21 @@ def paper_table(size: str, found: Sequence[Repetition]) -> Table:
             runs = [run for run in own if run.row == row]
             theirs = {**row.scores, "average": row.average}
             cells = [Cell(f"{theirs[n]:.2f}", theirs[n]) if n in theirs else NONE for n in names]
-            shown.append((f"{row.label}, published", [*cells, NONE if runs else Cell("not run")]))
+            shown.append((f"{row.label}, published", [NONE if runs else Cell("not run"), *cells]))
             shown += [line for run in runs for line in _ours(run, names)]
-    heads = [*(PAPER_TASKS.get(name, name) for name in names[:-1]), "Avg.", "run"]
+    heads = ["run", *(PAPER_TASKS.get(name, name) for name in names[:-1]), "Avg."]
     return Table(f"paper-{size}", "", CAPTION, heads, shown, list(_notes(own)))
 
 
 def _ours(run: Repetition, names: Sequence[str]) -> Iterator[tuple[str, list[Cell]]]:
     if not run.scores:
         state = "not comparable" if run.reasons else "not scored"
-        yield f"{run.row.label}, {run.name}", [*[NONE] * len(names), Cell(state)]
+        yield f"{run.row.label}, {run.name}", [Cell(state), *[NONE] * len(names)]
     for line in lines(run):
         values, gaps = line.values(), line.differences()
         cells = [_cell(values.get(name, NOTHING), gaps.get(name)) for name in names]
         state = "not comparable" if line.reasons else "comparable"
-        yield f"{run.row.label}, {line.file} {line.metric}", [*cells, Cell(state)]
+        yield f"{run.row.label}, {line.file} {line.metric}", [Cell(state), *cells]
 
 
 def _cell(value: tuple[float | None, float | None], gap: float | None) -> Cell:
@@ -125,7 +125,7 @@ def headline(found: Sequence[Repetition]) -> str:
     begun = {run.row.name for run in found} - scored
     missing = len(rows()) - len(scored) - len(begun)
     return (
-        f"Of the paper's {len(rows())} rows {len(scored)} repeated, {len(begun)} with runs that are not comparable, "
+        f"{len(scored)} of the paper's {len(rows())} rows repeated; {len(begun)} with only runs that are not comparable; "
         f"{missing} not run."
     )
 

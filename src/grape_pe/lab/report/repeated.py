@@ -166,7 +166,11 @@ def score_reasons(scores: Scores) -> Iterator[str]:
     """Why accuracies cannot be compared with the published ones, whatever the run."""
     if scores.shots:
         yield f"{scores.shots} shots, not 0"
-    for task, count in published()["questions"].items():
+    questions = published()["questions"]
+    if not questions.keys() & scores.tasks.keys():
+        yield "none of the paper's tasks"
+        return
+    for task, count in questions.items():
         asked = scores.tasks[task].samples if task in scores.tasks else 0
         if asked != count:
             yield f"{task}: {asked or 'no'} questions, not {count}"
