@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("pydantic")
 pytest.importorskip("plotly")
 
+from browser import open_browser, require_browser, set_screen
 from grape_pe.cli import main
 from grape_pe.lab import paper
 from grape_pe.lab.config import load
@@ -203,7 +204,7 @@ def test_what_may_not_be_compared_has_a_reason_and_no_difference(text: Path, tmp
         "few: not comparable: arc_easy: 100 questions, not 2376; arc_challenge: no questions, not 1172;",
         "bare: not scored; grape eval lm",
         "| `rope, bare` | not scored | – | – | – | – | – | – | – | – | – |",
-        "| own |",
+        "| Avg. | own |",
         "local: not comparable: none of the paper's tasks.",
     ):
         assert part in said, part
@@ -238,3 +239,25 @@ def test_the_page_has_both_tables_and_the_curves(text: Path, tmp_path: Path, cap
     assert main(["report", "--paper", *runs, "--out", str(tmp_path / "page.html"), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 23
     assert main(["report", "--paper", *runs, "--jsonl", "x"]) == 2
+
+
+def test_the_page_is_drawn_and_fits_narrow_and_wide(text: Path, tmp_path: Path) -> None:
+    require_browser()
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    for size in ("medium", "large"):
+        write_scores(write_run(tmp_path / size, f"paper-{size}", data__source=str(text)))
+    out = tmp_path / "page.html"
+    assert (
+        main(["report", "--paper", str(tmp_path / "medium"), str(tmp_path / "large"), "--out", str(out)]) == 0
+    )
+    drawn = "[...document.querySelectorAll('.plot')].filter((p) => p.querySelector('.scatterlayer .trace'))"
+    curves = f"return {drawn}.length"
+    overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    with open_browser(tmp_path / "profile") as window:
+        for width, height in ((1280, 4000), (400, 8000)):
+            set_screen(window, width, height, "light")
+            window.get(out.as_uri())
+            WebDriverWait(window, 60).until(lambda window: window.execute_script(curves) == 4)
+            assert window.execute_script(overflow) <= 0
+        assert [each for each in window.get_log("browser") if each["level"] in ("SEVERE", "WARNING")] == []

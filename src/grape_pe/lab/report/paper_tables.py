@@ -65,7 +65,7 @@ def paper_table(size: str, found: Sequence[Repetition]) -> Table:
     others = {
         task: None for run in own for s in run.scores.values() for task in s.tasks if task not in PAPER_TASKS
     }
-    names = [*PAPER_TASKS, *others, "average"]
+    names = [*PAPER_TASKS, "average", *others]
     shown: list[tuple[str, list[Cell]]] = []
     for row in rows():
         if row.size == size:
@@ -74,7 +74,7 @@ def paper_table(size: str, found: Sequence[Repetition]) -> Table:
             cells = [Cell(f"{theirs[n]:.2f}", theirs[n]) if n in theirs else NONE for n in names]
             shown.append((f"{row.label}, published", [NONE if runs else Cell("not run"), *cells]))
             shown += [line for run in runs for line in _ours(run, names)]
-    heads = ["run", *(PAPER_TASKS.get(name, name) for name in names[:-1]), "Avg."]
+    heads = ["run", *PAPER_TASKS.values(), "Avg.", *others]
     return Table(f"paper-{size}", "", CAPTION, heads, shown, list(_notes(own)))
 
 
@@ -125,8 +125,8 @@ def headline(found: Sequence[Repetition]) -> str:
     begun = {run.row.name for run in found} - scored
     missing = len(rows()) - len(scored) - len(begun)
     return (
-        f"{len(scored)} of the paper's {len(rows())} rows repeated; {len(begun)} with only runs that are not comparable; "
-        f"{missing} not run."
+        f"{len(scored)} of the paper's {len(rows())} rows repeated; {len(begun)} with only runs that are not "
+        f"comparable; {missing} not run."
     )
 
 
