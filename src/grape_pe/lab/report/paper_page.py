@@ -17,7 +17,10 @@ from .results import Results
 from .style import Looks, styles
 
 TITLE = "The paper's tables, repeated"
-CURVES = "Runs of one encoding and recipe are one line, their mean. The paper shows its curves as pictures without numbers, so they are not drawn here."
+CURVES = (
+    "Runs of one encoding and recipe are one line, their mean. The paper shows its curves as pictures without numbers, "
+    "so they are not drawn here."
+)
 
 
 def paper_page(found: Sequence[Repetition], notes: Sequence[str]) -> str:
