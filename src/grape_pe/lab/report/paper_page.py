@@ -46,8 +46,8 @@ def _results(size: str, found: Sequence[Repetition]) -> Results | None:
 
 def _size_part(size: str, found: Sequence[Repetition], results: Results | None, looks: Looks) -> Part:
     figures = loss_figures(size, results, looks) if results else []
-    none = "" if figures else NOTE.format("No losses of this size yet.")
-    body = table_html(paper_table(size, found), {}) + grid(figures) + none
+    notes = [*(results.notes if results else ()), *([] if figures else ["No losses of this size yet."])]
+    body = table_html(paper_table(size, found), {}) + grid(figures) + each_in(NOTE, notes)
     return replace(part(size, f"{size.capitalize()} models", after=body), figures=figures)
 
 

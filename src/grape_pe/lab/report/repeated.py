@@ -146,7 +146,8 @@ def _text(place: Path, source: str) -> tuple[list[str], list[str]]:
     if source == "builtin" or source.startswith(TASK):
         return [f"data.source is {source}, not {TEXT[0]}"], []
     path = Path(source, MANIFEST)
-    trained = read_json(place / ENVIRONMENT, RESTORE).get("data", {}).get("manifest")
+    begun = read_json(place / ENVIRONMENT, RESTORE) if (place / ENVIRONMENT).exists() else {}
+    trained = begun.get("data", {}).get("manifest")
     if not path.is_file() or sha256(path.read_bytes()).hexdigest()[:16] != trained:
         return [], [f"text not checked: {path} is not here, or not the one it was trained on"]
     manifest = load_manifest(path.parent)
