@@ -139,9 +139,9 @@ def test_the_text_is_checked_where_it_can_be(tmp_path: Path) -> None:
         "adopted": write_text(tmp_path / "adopted", {"source": "adopted shards"}),
         "gone": tmp_path / "gone",
     }
-    found, _ = repetitions(
-        [write_run(tmp_path / "runs" / k, data__source=str(v)) for k, v in sources.items()]
-    )
+    places = [write_run(tmp_path / "runs" / k, data__source=str(v)) for k, v in sources.items()]
+    (tmp_path / "runs" / "gone" / "environment.json").unlink()
+    found, _ = repetitions(places)
     said = {run.name: [*run.reasons, *run.unchecked] for run in found}
     assert "its text is files" in said["other"][0] and "its text is hf:" in said["small"][0]
     assert said["words"] == ["its tokenizer (gpt2) has 1024 tokens, not the 50257 of gpt2"]
