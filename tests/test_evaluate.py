@@ -269,7 +269,7 @@ def test_two_ranks_under_torchrun_give_the_scores_of_one(offline, capsys):
         said = capsys.readouterr().out.splitlines()[-1]
         done = subprocess.run(
             [sys.executable, "-m", *launcher, *words, "--output", str(offline / "two.json"), "--json"],
-            capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert [line for line in done.stdout.splitlines() if line.startswith("{")] == [said]
