@@ -26,6 +26,10 @@ PAGES = {ROOT / "README.md": (2, 1, 512), ROOT / "docs" / "index.md": (2, 8, 128
 IN_WHEEL = ("py.typed", "attention/cpu/tiles.cpp", "attention/cpu/simd.h", "lab/report/page.js", "cli.py")
 
 
+#: what an example imports, and the extra it then names
+NEEDS = {"transformers": "hf", "grape_pe.lab": "lab,eval"}
+
+
 def clean() -> dict[str, str]:
     """This environment without what would let the new one see more than it holds."""
     names = ("PIP_", "PYTHON", "VIRTUAL_ENV", "MYPY")
@@ -183,8 +187,9 @@ def test_readme_snippets_run_as_printed_with_hugging_face(built, tmp_path: Path)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_with_torch_only_or_names_its_extra(path: Path, python: Path, tmp_path: Path):
     code = path.read_text(encoding="utf-8")
-    if needs_transformers(code):  # tests/test_model_examples.py runs these
-        assert "pip install 'grape-pe[hf]'" in str(ast.get_docstring(ast.parse(code)))
+    extra = next((extra for word, extra in NEEDS.items() if word in code), None)
+    if extra:  # tests/test_model_examples.py and tests/test_paper_loop.py run these
+        assert f"pip install 'grape-pe[{extra}]'" in str(ast.get_docstring(ast.parse(code)))
     else:
         assert run([python, path], tmp_path)
 

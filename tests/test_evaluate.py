@@ -1,6 +1,11 @@
 """`grape eval lm`: real lm_eval, offline, on local task files and a tiny model."""
 
 import json
+import os
+import subprocess
+import sys
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from grape_pe.cli import main
 from grape_pe.hf import GrapeConfig, GrapeForCausalLM
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.evaluate import benchmarks as lab
+from grape_pe.lab.train.distributed import World
 
 TASK = """
 task: {name}
@@ -217,3 +223,54 @@ def test_questions_that_do_not_fit_are_refused_before_the_model_is_loaded(tmp_pa
         (tmp_path / "piqa.jsonl").write_text(json.dumps(rows) + "\n")
     assert main(["eval", "lm", str(tmp_path / "no-model"), "--data", str(tmp_path), "--tasks", "piqa"]) == 2
     assert said in capsys.readouterr().err
+
+
+class OneOf(World):
+    """A rank whose companions' answers are given."""
+
+    def gathered(self, value):
+        return [value, *self.others]
+
+
+def test_requests_are_shared_by_document_and_come_back_in_order():
+    requests = [
+        SimpleNamespace(task_name=task, doc_id=doc, text=f"{task} {doc} {choice}")
+        for task, doc, choice in product(("one", "two"), range(5), range(3))
+    ]
+    shares = [lab._own(requests, World(rank, 4)) for rank in range(4)]
+    assert sorted(i for share in shares for i in share) == list(range(30))
+    assert all(len(share) % 3 == 0 and len(share) >= 6 for share in shares)  # whole documents
+
+    def answer(given, disable_tqdm):
+        return [each.text for each in given]
+
+    first = OneOf(0, 4)
+    first.others = [[(i, requests[i].text) for i in share] for share in shares[1:]]
+    assert lab._shared(answer, first)(requests) == [each.text for each in requests]
+    alone = lab._own(requests[:2], World(1, 4))
+    assert alone == []  # a rank without requests asks its model nothing
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun_give_the_scores_of_one(offline, capsys):
+    """Seven questions whose right answers differ; with one question, the second rank has none."""
+    rows = [
+        {"question": f"{i} and {i} is", "choices": [f" {i}", f" {2 * i} or so", " 7"], "answer": i % 3}
+        for i in range(7)
+    ]
+    (offline / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    model().save_pretrained(offline / "m")
+    tokenizer().save_pretrained(offline / "m")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "grape_pe.cli"]
+    where = ["--include", str(offline / "tasks"), "--batch-size", "2"]
+    for tasks, more in (("small_both,small_acc", []), ("small_both", ["--limit", "1"])):
+        words = ["eval", "lm", str(offline / "m"), *where, "--tasks", tasks, *more]
+        assert main([*words, "--output", str(offline / "one.json"), "--json"]) == 0
+        said = capsys.readouterr().out.splitlines()[-1]
+        done = subprocess.run(
+            [sys.executable, "-m", *launcher, *words, "--output", str(offline / "two.json"), "--json"],
+            capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert [line for line in done.stdout.splitlines() if line.startswith("{")] == [said]
+        assert (offline / "two.json").read_text() == (offline / "one.json").read_text()

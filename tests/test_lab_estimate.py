@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("pydantic")
 
 from grape_pe.cli import main
+from grape_pe.lab import paper
 from grape_pe.lab.config import load
-from grape_pe.lab.train.describe import paper_rows
 from grape_pe.lab.train.estimate import Estimate, estimate, flops_per_token
 from grape_pe.lab.train.sharding import gradients_exchanged, shard
 from grape_pe.lab.train.step_time import GPUS, Work
@@ -98,7 +98,7 @@ def test_the_papers_recipes_fit_without_recomputation(size: str) -> None:
 
 
 def test_the_rows_of_the_papers_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = dict(paper_rows())
+    rows = {row.name: row.arguments for row in paper.rows()}
     assert len(rows) == 13 + 10 and rows["large-alibi-kv"] == [
         "paper-large",
         "--encoding",

@@ -16,6 +16,7 @@ def add_parsers(commands: Commands) -> None:
     parser = add_command(
         kinds, "lm", run_lm, "accuracy on language tasks, by lm_eval",
         "grape eval lm runs/x/final --tasks arc_easy,sciq --limit 100",
+        "Accuracy on language tasks, by lm_eval. On 8 GPUs: torchrun --nproc_per_node=8 -m grape_pe.cli eval lm …",
     )  # fmt: skip
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model's directory or Hub name")
     parser.add_argument("--tasks", metavar="NAMES", help="separated by commas (default: the paper's seven)")
@@ -86,25 +87,22 @@ def _lengths(text: str) -> list[int]:
 
 def run_lm(options: argparse.Namespace) -> int:
     from ..lab.evaluate.benchmarks import PAPER_TASKS, check_tasks, evaluate, load_checkpoint
+    from ..lab.train.distributed import world
 
     tasks = (
         list(PAPER_TASKS) if options.tasks is None else [name for name in options.tasks.split(",") if name]
     )
     if options.data is not None:
         check_tasks(tasks, options.include, options.data)
-    model, tokenizer = load_checkpoint(options.checkpoint, options.tokenizer)
-    scores = evaluate(
-        model,
-        tokenizer,
-        tasks,
-        include=options.include,
-        data=options.data,
-        shots=options.shots,
-        limit=options.limit,
-        batch_size=options.batch_size,
-        checkpoint=options.checkpoint,
-    )
-    print(json.dumps(scores.to_dict()) if options.json else scores.table())
-    if options.output:
+    with world(Path(options.output or ".").parent) as among:
+        model, tokenizer = load_checkpoint(options.checkpoint, options.tokenizer)
+        scores = evaluate(
+            model, tokenizer, tasks,
+            include=options.include, data=options.data, shots=options.shots, limit=options.limit,
+            batch_size=options.batch_size, checkpoint=options.checkpoint, among=among,
+        )  # fmt: skip
+    if among.first:
+        print(json.dumps(scores.to_dict()) if options.json else scores.table())
+    if options.output and among.first:
         scores.save(options.output)
     return OK

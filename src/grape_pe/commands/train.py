@@ -149,9 +149,11 @@ def run_recipes(options: argparse.Namespace) -> int:
     from ..lab.config import load, recipe_names
 
     if options.rows:
-        from ..lab.train.describe import PAPER_GPUS, describe_rows, paper_rows
+        from ..lab.paper import rows
+        from ..lab.train.describe import PAPER_GPUS, describe_rows
 
-        print(json.dumps(dict(paper_rows())) if options.json else describe_rows(PAPER_GPUS))
+        found = {row.name: row.arguments for row in rows()}
+        print(json.dumps(found) if options.json else describe_rows(PAPER_GPUS))
         return OK
     recipes = {name: load(name) for name in recipe_names()}
     if options.json:

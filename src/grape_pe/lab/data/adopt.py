@@ -15,6 +15,7 @@ from .manifest import MANIFEST, Manifest, load_manifest
 from .shards import Shard, read_shard
 from .tokenizer import FOLDER, TextTokenizer, build_tokenizer, load_tokenizer, tokenizer_setting
 
+ADOPTED = "adopted shards"  # what the manifest says of their source
 HELD_OUT = re.compile(r"(?:^|_)val(?:_\d+)?\.bin$")
 
 
@@ -46,7 +47,7 @@ def adopt(directory: str | os.PathLike[str], *, tokenizer: str = "gpt2") -> Path
         raise LabError(
             f"{directory / FOLDER} is there and is another tokenizer than {tokenizer}; move it away"
         )
-    settings = {"source": "adopted shards", "tokenizer": tokenizer_setting(tokenizer)}
+    settings = {"source": ADOPTED, "tokenizer": tokenizer_setting(tokenizer)}
     manifest = Manifest(tokenizer_setting(tokenizer), words.vocab_size, words.eos, settings, tuple(shards))
     manifest.save(directory)
     return directory

@@ -1,14 +1,16 @@
 """`grape eval lm CHECKPOINT`: lm_eval in process, on the paper's seven tasks or any others.
 
-Both accuracies are kept: acc, and acc_norm (by the length of the answer) where the task has it.
+Both accuracies are kept: acc, and acc_norm (by the length of the answer) where the task has it. Under torchrun each
+rank answers the requests of some documents; every rank then has all answers, and the scores of one process.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from ...extras import require
 from ..files import write_json, writing
 from ..pretrained import GGUF, load_pretrained
 from ..train.checkpoint import cause
-from ..train.distributed import default_device
+from ..train.distributed import World, default_device
 from .questions import EvaluationError, check_questions, task_files
 
 PAPER_TASKS = {
@@ -29,6 +31,8 @@ PAPER_TASKS = {
     "sciq": "SciQ",
 }
 METRICS = ("acc", "acc_norm")
+#: lm_eval's kinds of requests, methods of its model
+REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 #: samples behind the standard error of a score that is no mean; that of a mean needs none, but not 0
 BOOTSTRAP = 1000
 
@@ -105,6 +109,7 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 8,
     checkpoint: str = "model",
+    among: World | None = None,
 ) -> Scores:
     """Run lm_eval on a Hugging Face model that is already in memory.
 
@@ -118,11 +123,15 @@ def evaluate(
         limit: largest number of samples of each task.
         batch_size: samples per forward pass.
         checkpoint: name of the model in the scores.
+        among: the ranks that share the requests, each with the same model; all of them return the scores.
     """
+    among = among or World()
     lm_eval = require("lm_eval", "eval")
     check_tasks(tasks, include, data)
     wrapper = require("lm_eval.models.huggingface", "eval").HFLM
     wrapped = wrapper(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=str(model.device))
+    for kind in REQUESTS:
+        setattr(wrapped, kind, _shared(getattr(wrapped, kind), among))
     try:
         with task_files(tasks, include, data) as place:
             found = lm_eval.simple_evaluate(
@@ -135,8 +144,28 @@ def evaluate(
             "local questions with --data, or task files with --include"
         ) from error
     encoding = model.config.to_dict().get("encoding")
-    scores = {name: _score(found, name) for name in tasks}
-    return Scores(checkpoint, encoding, shots, limit, scores)
+    # lm_eval returns nothing where LOCAL_RANK is not 0
+    scores = found and {name: _score(found, name) for name in tasks}
+    return Scores(checkpoint, encoding, shots, limit, among.gathered(scores)[0])
+
+
+def _shared(answer: Callable[..., list[Any]], among: World) -> Callable[[Sequence[Any]], list[Any]]:
+    """The same method of lm_eval's model, with the requests shared among the ranks and all answers on each."""
+
+    def answered(requests: Sequence[Any]) -> list[Any]:
+        mine = _own(requests, among)
+        found = answer([requests[i] for i in mine], disable_tqdm=not among.first) if mine else []
+        every = dict(chain.from_iterable(among.gathered(list(zip(mine, found, strict=True)))))
+        return [every[i] for i in range(len(requests))]
+
+    return answered
+
+
+def _own(requests: Sequence[Any], among: World) -> list[int]:
+    """This rank's requests: those of every `size`-th document, as the answers to one question share their prompt."""
+    documents: dict[Any, int] = {}
+    numbers = [documents.setdefault((each.task_name, each.doc_id), len(documents)) for each in requests]
+    return [i for i, number in enumerate(numbers) if number % among.size == among.rank]
 
 
 def check_tasks(

@@ -92,7 +92,7 @@ def part(
     return Part(key, link or title, body and f"<h2>{escape(title)}</h2>{intro}{body}", [*figures, *small])
 
 
-def _each(template: str, texts: Iterable[str]) -> str:
+def each_in(template: str, texts: Iterable[str]) -> str:
     return "".join(template.format(escape(text)) for text in texts)
 
 
@@ -111,7 +111,7 @@ def figure_html(figure: Figure) -> str:
 
 def _chooser(figure: Figure) -> str:
     if len(figure.views) < 2:
-        return _each('<p class="choose">{}</p>', (view.label for view in figure.views if view.label))
+        return each_in('<p class="choose">{}</p>', (view.label for view in figure.views if view.label))
     options = "".join(f'<option value="{i}">{escape(v.label)}</option>' for i, v in enumerate(figure.views))
     return f'<label class="choose">{escape(figure.choose)} <select>{options}</select></label>'
 
@@ -119,13 +119,13 @@ def _chooser(figure: Figure) -> str:
 def _answer(results: Results, looks: Looks, table: str) -> Part:
     answer, figure = verdict(results), ranking_figure(results, looks)
     drawn = [] if figure.empty else [figure]
-    notes = _each(NOTE, filter(None, (results.recipes[0].note, *results.notes)))
+    notes = each_in(NOTE, filter(None, (results.recipes[0].note, *results.notes)))
     body = f"<h1>{_title(results)}</h1>{_verdict_html(answer)}{notes}{grid(drawn)}{table}"
     return Part("answer", "Answer", body, drawn)
 
 
 def _verdict_html(answer: Verdict) -> str:
-    details = _each("<li>{}</li>", answer.details)
+    details = each_in("<li>{}</li>", answer.details)
     return f'<p class="headline">{escape(answer.headline)}</p><ul class="details">{details}</ul>'
 
 
@@ -151,13 +151,13 @@ def table_html(table: Table, looks: Looks) -> str:
     title = f"<h3>{escape(table.title)}</h3>" if table.title and table.key not in ("lm", "sweep") else ""
     return (
         f"{title}{sortable(table.key, table.heads, rows)}"
-        f'<p class="caption">{escape(table.caption)}</p>{_each(NOTE, table.notes)}'
+        f'<p class="caption">{escape(table.caption)}</p>{each_in(NOTE, table.notes)}'
     )
 
 
 def sortable(key: str, heads: Iterable[str], rows: Iterable[str]) -> str:
     """A table of encodings that can be sorted by its headings."""
-    columns = _each('<th scope="col"><button type="button">{}</button></th>', ("encoding", *heads))
+    columns = each_in('<th scope="col"><button type="button">{}</button></th>', ("encoding", *heads))
     return (
         f'<div class="scroll" tabindex="0"><table id="table-{key}"><thead><tr>{columns}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
@@ -207,7 +207,7 @@ def picture_html(
     label: str, picture: Mapping[str, Any], figures: Sequence[Figure], style: Style, opened: bool
 ) -> str:
     law = picture.get("breaks_relative_law")
-    notes = _each(NOTE, [f"No relative law: {law}"] if law else [])
+    notes = each_in(NOTE, [f"No relative law: {law}"] if law else [])
     if not picture["singular"]:
         notes += f'<p class="lead">Singular values: {escape(picture["singular_about"])}.</p>'
     return (

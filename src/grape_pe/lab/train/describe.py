@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ..config import RunConfig, load
+from ..config import RunConfig
+from ..paper import rows
 from .estimate import Estimate, estimate
 from .optimization import learning_rate
 from .step_time import GPUS
 
 SHOWN = ("A100", "H100")
 PAPER_GPUS = 8  # of one node
-#: the rows of the paper's two tables: encodings without and with KV-shift
-ROWS = {
-    "medium": ("rope grape-m-ctx grape-m alibi fox grape-a-q grape-a-k grape-a-qk grape-ap", "rope alibi fox grape-ap"),
-    "large": ("rope grape-m-ctx grape-m alibi fox grape-ap", "rope alibi fox grape-ap"),
-}  # fmt: skip
 
 
 def describe(config: RunConfig, vocab_size: int, ranks: int = 1) -> str:
@@ -67,26 +61,19 @@ def _timed(e: Estimate, gpu: str) -> str:
     )
 
 
-def paper_rows() -> Iterator[tuple[str, list[str]]]:
-    """Name and arguments of `grape train` for each row of the paper's tables."""
-    for size, kinds in ROWS.items():
-        for arms, suffix, more in zip(kinds, ("", "-kv"), ([], ["--kv-shift"]), strict=True):
-            for arm in arms.split():
-                yield f"{size}-{arm}{suffix}", [f"paper-{size}", "--encoding", arm, *more]
-
-
 def describe_rows(ranks: int) -> str:
     """The rows of the paper's tables, with estimated GPU-hours on so many GPUs and the arguments of each."""
     lines, total = (
         [f"{'':<5}{'run':<20}{'A100-hours':>11}{'H100-hours':>11}  arguments of grape train"],
         [0.0, 0.0],
     )
-    for number, (name, words) in enumerate(paper_rows(), start=1):
-        changes = {"model.encoding": words[2], "model.kv_shift": "--kv-shift" in words}
-        config = load(words[0], changes)
+    for number, row in enumerate(rows(), start=1):
+        config = row.config()
         hours = [estimate(config, config.model.vocab_size, ranks).hours(gpu) for gpu in SHOWN]
         total = [a + b for a, b in zip(total, hours, strict=True)]
-        lines.append(f"{number:<5}{name:<20}{hours[0]:>11,.0f}{hours[1]:>11,.0f}  {' '.join(words)}")
+        lines.append(
+            f"{number:<5}{row.name:<20}{hours[0]:>11,.0f}{hours[1]:>11,.0f}  {' '.join(row.arguments)}"
+        )
     lines.append(
         f"all  {'':<20}{total[0]:>11,.0f}{total[1]:>11,.0f}  estimates on {ranks} GPUs; see --dry-run"
     )

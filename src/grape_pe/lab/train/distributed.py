@@ -63,13 +63,17 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of each rank, in their order, on all of them."""
+        found = [value]
+        if self.size > 1:
+            found = [None] * self.size
+            dist.all_gather_object(found, value)
+        return found
+
     def agree(self, problem: str | None) -> None:
         """Raise on every rank if one has a problem; without this the others would wait for ever."""
-        told: list[Any] = [problem]
-        if self.size > 1:
-            told = [None] * self.size
-            dist.all_gather_object(told, problem)
-        said = next((each for each in told if each), None)
+        said = next((each for each in self.gathered(problem) if each), None)
         if said:
             raise LabError(said)
 
