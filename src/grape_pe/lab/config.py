@@ -121,6 +121,7 @@ class TrainSection(Section):
     recompute: bool = Field(False, description="activation checkpointing: less memory, a third more time")
     strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how several ranks share the work")
     shard: Natural = Field(0, description="ranks a model is sharded over (fsdp); 0: all; fewer: hybrid")
+    context_parallel: Positive = Field(1, description="ranks that share each sequence")
     eval_every: Natural = Field(100, description="steps between validations; 0: only at checkpoints")
     eval_sequences: Natural = Field(64, description="sequences of the fixed validation set; 0: all")
     checkpoint_every: Natural = Field(200, description="steps; 0: only at the end")
@@ -187,7 +188,7 @@ class RunConfig(Section):
 #: what may differ when a run is continued: nothing here changes what is learned
 FREE_ON_RESUME = (
     "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
-    "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every", "log.tensorboard", "log.wandb",
+    "train.context_parallel", "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every", "log.tensorboard", "log.wandb",
     "log.profile",
 )  # fmt: skip
 

@@ -35,8 +35,8 @@ from .stored import (
 #: settings that belong to one run, or to how it was executed, and not to the recipe all runs share
 NOT_THE_RECIPE = (
     "seed", "name", "model.encoding", "model.encoding_options", "model.kv_shift", "train.micro_batch",
-    "train.compile", "train.recompute", "train.strategy", "train.shard", "train.checkpoint_every",
-    "train.keep", "log.every", "log.tensorboard", "log.wandb",
+    "train.compile", "train.recompute", "train.strategy", "train.shard", "train.context_parallel",
+    "train.checkpoint_every", "train.keep", "log.every", "log.tensorboard", "log.wandb",
 )  # fmt: skip
 #: one place of results: its recipe, tasks and arms
 Source = tuple[Recipe, Sequence[str], list[ArmResults]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -41,6 +40,7 @@ from .profile import Profile
 from .run_directory import RunDirectory
 from .saved_model import export_final
 from .sharding import gradients_exchanged, spread
+from .sharing import SharedBatches
 from .signals import StopSignals
 from .unread import Taken, Unread
 
@@ -92,26 +92,16 @@ def train(
         check_split(config, among.size)
         config.decoder(1)  # a wrong encoding is told before any data are read
         directory = RunDirectory(out)
-        _on_first(among, lambda: directory.check(config, resume=resume))
+        among.check(lambda: directory.check(config, resume=resume))
         feed = open_feed(config, among)
+        among.share_sequences(config.train.context_parallel)
         try:
-            _on_first(among, lambda: directory.open(config, feed.identity, resume=resume))
+            among.check(lambda: directory.open(config, feed.identity, resume=resume))
             return Trainer(config, directory.path, feed, among, quiet, start).run()
         except OSError as failed:
             raise LabError(_stopped_by(failed, directory.path)) from None
         finally:
             directory.close()
-
-
-def _on_first(among: World, check: Callable[[], object]) -> None:
-    """Check on the first rank; what it refuses is raised on all."""
-    problem = None
-    if among.first:
-        try:
-            check()
-        except ValueError as refused:
-            problem = str(refused)
-    among.agree(problem)
 
 
 def _check_installed(config: RunConfig) -> None:
@@ -147,6 +137,7 @@ class Trainer:
         start: Path | None = None,
     ) -> None:
         self.config, self.directory, self.feed, self.world, self.quiet = config, directory, feed, among, quiet
+        self.batches = feed.batches if among.parallel is None else SharedBatches(feed.batches, among.parallel)
         self.decoder = self._build()
         self.flops = self._flops()
         self.model: nn.Module = spread(self.decoder, config.train, among)
@@ -193,7 +184,7 @@ class Trainer:
         try:
             # to the end: a cluster may ask twice, also while this saves
             with StopSignals() as signals, PausedCollector() as self.collector, self.profile:
-                with closing(prefetch(self.feed.batches, steps, self._rows)) as coming:
+                with closing(prefetch(self.batches, steps, self._rows)) as coming:
                     for step, parts in coming:
                         stopped = self._train_step(step, parts, signals)
                         if stopped:
@@ -212,7 +203,7 @@ class Trainer:
         export_final(self.model, self.decoder.config, self.directory / "final", self.feed, self.world)
 
     def _rows(self, _step: int) -> list[range]:
-        """This rank's share of a batch, in pieces of `micro_batch`."""
+        """The rows of this rank's group in a batch, in pieces of `micro_batch`."""
         share = self.world.rows(self.config.train.batch)
         size = self.config.train.micro_batch or len(share)
         return [range(start, min(start + size, share.stop)) for start in range(share.start, share.stop, size)]
@@ -299,10 +290,15 @@ class Trainer:
                 return tensor
             return tensor.pin_memory().to(self.world.device, non_blocking=True)  # else the host would wait
 
+        shared = {} if self.world.parallel is None else {"parallel": self.world.parallel}
         half = self.config.train.precision == "bf16" and not isinstance(self.model, FSDPModule)
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=half):
             loss = self.model(
-                moved(part.tokens), targets=moved(part.targets), documents=moved(part.documents), count=count
+                moved(part.tokens),
+                targets=moved(part.targets),
+                documents=moved(part.documents),
+                count=count,
+                **shared,
             )
         assert isinstance(loss, Tensor)
         return loss
@@ -327,23 +323,24 @@ class Trainer:
         else:
             self.progress = TrainingState(done, loss, best, self.progress.best_step)
         self.line.validated(loss)
-        sample = self.feed.batches.validation(range(1)).tokens.to(self.world.device)
-        values = encoding_summary(self.decoder, sample)
+        sample = self.feed.batches.validation(range(1)).tokens
+        held = sample.shape[1] // self.world.sharing  # no rank has memory for more
+        values = encoding_summary(self.decoder, sample[:, :held].to(self.world.device))
         if self.metrics is not None:
             self.metrics.write("validation", done, {"loss": loss})
             self.metrics.write("encoding", done, {"values": values})
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
-        total = self.feed.batches.validation_rows
+        total = self.batches.validation_rows
         total = min(total, self.config.train.eval_sequences or total)
-        share, largest = self.world.rows(total), -(-total // self.world.size)
-        size = self.config.train.micro_batch or max(1, self.config.train.batch // self.world.size)
+        share, largest = self.world.rows(total), -(-total // self.world.groups)
+        size = self.config.train.micro_batch or max(1, self.config.train.batch // self.world.groups)
         self.model.eval()
         summed, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
         for first in range(share.start, share.start + largest, size):
             rows = range(first, min(first + size, share.stop))
-            part = self.feed.batches.validation(rows or range(1))
+            part = self.batches.validation(rows or range(1))
             loss = self._loss(part, 1.0)  # also without rows: sharded models compute together
             if rows:
                 summed += loss.double()
