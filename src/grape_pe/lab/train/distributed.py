@@ -79,6 +79,10 @@ class World:
             dist.all_reduce(value)
         return value
 
+    def of_first(self, *values: float) -> list[float]:
+        """The values of the first rank, on all."""
+        return self.total(*(value if self.first else 0.0 for value in values))
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()

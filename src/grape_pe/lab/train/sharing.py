@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,26 +19,18 @@ SETTING = "train.context_parallel"
 TOKENS = 4
 
 
-@dataclass(frozen=True)
 class SharedBatches:
     """Batches of which each rank of a group has its part of every row."""
 
-    whole: Batches
-    parallel: ContextParallel
+    def __init__(self, whole: Batches, parallel: ContextParallel) -> None:
+        self.whole, self.parallel = whole, parallel
+        self.vocab_size, self.validation_rows = whole.vocab_size, whole.validation_rows
 
     def batch(self, step: int, rows: range) -> Batch:
         return self._ours(self.whole.batch(step, rows))
 
     def validation(self, rows: range) -> Batch:
         return self._ours(self.whole.validation(rows))
-
-    @property
-    def vocab_size(self) -> int:
-        return self.whole.vocab_size
-
-    @property
-    def validation_rows(self) -> int:
-        return self.whole.validation_rows
 
     def _ours(self, batch: Batch) -> Batch:
         return Batch(self.parallel.split(batch.tokens), self.parallel.split(batch.targets))
