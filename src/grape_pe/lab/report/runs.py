@@ -23,7 +23,7 @@ RESTORE = "restore it from a copy, or train again in another --out"
 
 
 def read_run(directory: Path, notes: list[str]) -> tuple[Recipe, ArmResults]:
-    """A run as an arm with one seed, and notes about it; it counts as evaluated once its last step has a validation loss."""
+    """A run as an arm with one seed, with notes; it counts as evaluated once its last step has a validation loss."""
     config, lines = read_config(directory), read_metrics(directory)
     model = config.model
     encoding = model.encoding if isinstance(model.encoding, str) else ",".join(model.encoding)

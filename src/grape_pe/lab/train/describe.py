@@ -61,8 +61,10 @@ def _sent(e: Estimate) -> str:
         return "none"
     kinds = {"all-gather": m.all_gather, "reduce-scatter": m.reduce_scatter, "all-reduce": m.all_reduce}
     sent = ", ".join(f"{name} {_gb(count)}" for name, count in kinds.items() if count)
-    ring = f"; {_gb(m.ring)} of keys and their gradients in {m.exchanges} exchanges" if m.exchanges else ""
-    return f"{sent} sent in {m.collectives} collectives a step{ring}"
+    lines = [f"{sent} sent in {m.collectives} collectives a step"]
+    if m.exchanges:
+        lines.append(f"            keys and their gradients {_gb(m.ring)} in {m.exchanges} exchanges a step")
+    return "\n".join(lines)
 
 
 def _timed(e: Estimate, gpu: str) -> str:
