@@ -91,7 +91,7 @@ def test_four_ranks_are_two_groups_of_two(layout: dict, model: dict, data: Path,
 
 @pytest.mark.slow
 def test_killed_it_ends_the_same_and_goes_on_with_other_ranks(data: Path, tmp_path: Path) -> None:
-    """One of two ranks is killed, and the other ends with it; then to the last bit, or on one process to rounding."""
+    """One of two ranks dies, then the other, as torchrun does it: to the last bit, or on one process to rounding."""
     sizes = {**SIZES, **TWO, "model__encoding": "fox", "train__steps": 60, "train__checkpoint_every": 10}
     assert grape(words(data, tmp_path / "whole", **sizes), 2)[0] == 0
     for ranks, more in ((2, {}), (1, {"train__context_parallel": 1})):
@@ -100,6 +100,8 @@ def test_killed_it_ends_the_same_and_goes_on_with_other_ranks(data: Path, tmp_pa
         while running.alive() and not (run / "checkpoints/step-00000020").exists():
             time.sleep(0.001)
         Running(running.processes[1:], []).send(signal.SIGKILL)
+        time.sleep(0.2)
+        running.send(signal.SIGKILL)
         assert running.wait()[0] != 0 and not (run / "final").exists()
         code, said = grape([*words(data, run, **{**sizes, **more}), "--resume"], ranks)
         assert code == 0, said
