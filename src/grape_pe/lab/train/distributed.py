@@ -93,7 +93,7 @@ class World:
         if self.first:
             try:
                 call()
-            except ValueError as refused:
+            except (ValueError, OSError) as refused:
                 problem = str(refused)
         self.agree(problem)
 
