@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,14 @@ class Running:
         return self.processes[0].exitcode, text
 
 
-def start(arguments: list[str], ranks: int = 1) -> Running:
-    """Begin `grape ARGUMENTS` in the background."""
+def start(arguments: list[str], ranks: int = 1, before: Callable[[], None] | None = None) -> Running:
+    """Begin `grape ARGUMENTS` in the background; each rank first calls `before`, a function of a module."""
     port = _free_port() if ranks > 1 else 0
     processes, said = [], []
     for rank in range(ranks):
         handle, name = tempfile.mkstemp(prefix="grape-said-")
         os.close(handle)
-        processes.append(_server().Process(target=_work, args=(arguments, rank, ranks, port, name)))
+        processes.append(_server().Process(target=_work, args=(arguments, rank, ranks, port, name, before)))
         said.append(Path(name))
     for process in processes:
         process.start()
@@ -107,7 +108,9 @@ def _server() -> Any:
     return server
 
 
-def _work(arguments: list[str], rank: int, ranks: int, port: int, said: str) -> None:
+def _work(
+    arguments: list[str], rank: int, ranks: int, port: int, said: str, before: Callable[[], None] | None
+) -> None:
     import torch
 
     from grape_pe.cli import main
@@ -119,6 +122,8 @@ def _work(arguments: list[str], rank: int, ranks: int, port: int, said: str) -> 
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    if before is not None:
+        before()
     sys.exit(main(arguments))
 
 

@@ -24,6 +24,10 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+#: train.rollback_above compares so many losses in a row with the median of so many before them
+RISE, USUAL = 8, 64
+
+
 class Section(BaseModel):
     """Fields are checked, unknown ones refused, values never change."""
 
@@ -114,6 +118,11 @@ class TrainSection(Section):
     weight_decay: NonNegative = Field(0.01, description="on everything but norms")
     clip: NonNegative = Field(1.0, description="largest gradient norm; 0: no clipping")
     skip_above: NonNegative = Field(0.0, description="skip steps with a larger gradient norm; 0: none")
+    rollback_above: NonNegative = Field(
+        0.0,
+        description=f"go back when {RISE} losses in a row exceed so many times the median before; 0: never",
+    )
+    rollbacks: Positive = Field(3, description="returns of a run before it stops instead")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: autocast, or under fsdp bf16 copies of the weights, which stay float32"
     )
@@ -121,6 +130,7 @@ class TrainSection(Section):
     recompute: bool = Field(False, description="activation checkpointing: less memory, a third more time")
     strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how several ranks share the work")
     shard: Natural = Field(0, description="ranks a model is sharded over (fsdp); 0: all; fewer: hybrid")
+    context_parallel: Positive = Field(1, description="ranks that share each sequence")
     eval_every: Natural = Field(100, description="steps between validations; 0: only at checkpoints")
     eval_sequences: Natural = Field(64, description="sequences of the fixed validation set; 0: all")
     checkpoint_every: Natural = Field(200, description="steps; 0: only at the end")
@@ -138,6 +148,10 @@ class TrainSection(Section):
             raise ValueError(
                 f"train.warmup ({self.warmup}) must be below train.steps ({self.steps}); "
                 f"try --train.warmup {self.steps // 6}"
+            )
+        if 0 < self.rollback_above <= 1:
+            raise ValueError(
+                f"train.rollback_above must be above 1, in medians of the loss, got {self.rollback_above:g}; try 1.2"
             )
         return self
 
@@ -170,6 +184,17 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _keeps_checkpoints_from_before_a_rise(self) -> RunConfig:
+        """A rise is noticed after `RISE` steps, at the next logged one."""
+        kept, needed = (self.train.keep - 1) * self.train.checkpoint_every, RISE + self.log.every
+        if self.train.rollback_above and kept < needed:
+            raise ValueError(
+                "train.rollback_above needs a checkpoint from before a rise: (train.keep - 1) x "
+                f"train.checkpoint_every must be at least {needed}, got {kept}"
+            )
+        return self
+
     def decoder(self, vocab_size: int) -> DecoderConfig:
         """What is trained, on data of this vocabulary."""
         return self.model.decoder(vocab_size, self.data.sequence)
@@ -187,8 +212,8 @@ class RunConfig(Section):
 #: what may differ when a run is continued: nothing here changes what is learned
 FREE_ON_RESUME = (
     "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
-    "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every", "log.tensorboard", "log.wandb",
-    "log.profile",
+    "train.context_parallel", "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every",
+    "log.tensorboard", "log.wandb", "log.profile",
 )  # fmt: skip
 
 

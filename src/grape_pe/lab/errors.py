@@ -6,4 +6,4 @@ class LabError(ValueError):
 
 
 class Diverged(LabError):
-    """The loss or a gradient is NaN or Inf: training stopped, that step was not applied."""
+    """Training stopped: the loss or a gradient is NaN or Inf, or rose after all rollbacks."""

@@ -135,7 +135,7 @@ class ContextParallel:
             scale, prune, impl: as for `grape.attend`, for each block.
         """
         bias = NO_BIAS if bias is None else bias
-        _check_supported(bias, {"window": window, "sinks": sinks or None, "documents": documents})
+        check_supported(bias, {"window": window, "sinks": sinks or None, "documents": documents})
         length = self._checked_length(q)
         if k.shape[2] != length or v.shape[2] != length:
             raise ValueError(
@@ -194,7 +194,8 @@ class ContextParallel:
         return self.ring.before(torch.stack([middle, end - middle]), summed=True).unsqueeze(-1)
 
 
-def _check_supported(bias: Bias, masks: Mapping[str, Any]) -> None:
+def check_supported(bias: Bias, masks: Mapping[str, Any]) -> None:
+    """Raise if attention with these cannot be split over devices."""
     for name, given in masks.items():
         if given is not None:
             raise ValueError(

@@ -15,6 +15,7 @@ from ..files import read_json, write_json, writing
 from ..train.checkpoint import TrainingState
 from ..train.distributed import World
 from ..train.feed import Feed
+from ..train.rollback import Rise
 from ..train.signals import StopSignals
 from ..train.trainer import Outcome, Trainer
 from .decoder import PretrainedDecoder
@@ -62,6 +63,10 @@ class AdaptTrainer(Trainer):
         stop = super()._update(step, parts, rate, signals)
         self._set_rotation(step + 1)
         return stop
+
+    def _go_back(self, rise: Rise) -> None:
+        super()._go_back(rise)
+        self._set_rotation(self.progress.step)
 
     def run(self) -> Outcome:
         if self.progress.step == 0:

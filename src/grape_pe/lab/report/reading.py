@@ -30,13 +30,14 @@ from .stored import (
     read_comparison,
     read_evaluation,
     read_lines,
+    went_back,
 )
 
 #: settings that belong to one run, or to how it was executed, and not to the recipe all runs share
 NOT_THE_RECIPE = (
     "seed", "name", "model.encoding", "model.encoding_options", "model.kv_shift", "train.micro_batch",
-    "train.compile", "train.recompute", "train.strategy", "train.shard", "train.checkpoint_every",
-    "train.keep", "log.every", "log.tensorboard", "log.wandb",
+    "train.compile", "train.recompute", "train.strategy", "train.shard", "train.context_parallel",
+    "train.checkpoint_every", "train.keep", "log.every", "log.tensorboard", "log.wandb",
 )  # fmt: skip
 #: one place of results: its recipe, tasks and arms
 Source = tuple[Recipe, Sequence[str], list[ArmResults]]
@@ -83,7 +84,7 @@ def _source(place: Path, notes: list[str]) -> Source:
     if (place / "compare.json").exists():
         return _from_comparison(place, notes)
     if (place / CONFIG).exists():
-        recipe, arm = read_run(place)
+        recipe, arm = read_run(place, notes)
         return recipe, (), [arm]
     raise LabError(
         f"no compare.json and no {CONFIG} in {place}; name a directory that grape compare or grape train wrote, "
@@ -157,8 +158,9 @@ class _Runs:
 
     def language_run(self, label: str, seed: int) -> LanguageRun:
         run = self.directory / "runs" / f"{label}-s{seed}"
-        picture = _picture(run / "picture.json", self.notes)
-        return LanguageRun(seed, self.evaluation(run, label, seed), *curves(read_metrics(run)), picture)
+        picture, lines = _picture(run / "picture.json", self.notes), read_metrics(run)
+        self.notes.extend(went_back(label, seed, lines))
+        return LanguageRun(seed, self.evaluation(run, label, seed), *curves(lines), picture)
 
     def probe(self, task: str, label: str, seed: int) -> Evaluation | None:
         return self.evaluation(self.directory / "tasks" / task / f"{label}-s{seed}", label, seed, task)

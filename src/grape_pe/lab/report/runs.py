@@ -16,18 +16,19 @@ from ..evaluate.benchmarks import Scores
 from ..files import read_json
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
 from .results import ArmResults, LanguageRun, Recipe
-from .stored import Evaluation, checked, curves, finite
+from .stored import Evaluation, checked, curves, finite, went_back
 
 SCORES = "lm_eval*.json"
 RESTORE = "restore it from a copy, or train again in another --out"
 
 
-def read_run(directory: Path) -> tuple[Recipe, ArmResults]:
-    """A run as an arm with one seed; it counts as evaluated once its last step has a validation loss."""
+def read_run(directory: Path, notes: list[str]) -> tuple[Recipe, ArmResults]:
+    """A run as an arm with one seed, with notes; it counts as evaluated once its last step has a validation loss."""
     config, lines = read_config(directory), read_metrics(directory)
     model = config.model
     encoding = model.encoding if isinstance(model.encoding, str) else ",".join(model.encoding)
     arm = Arm(label="", encoding=encoding, options=model.encoding_options, kv_shift=model.kv_shift)
+    notes.extend(went_back(encoding, config.seed, lines))
     run = LanguageRun(config.seed, _evaluation(arm.label, config, lines), *curves(lines))
     path = directory / ENVIRONMENT
     where = read_json(path, RESTORE) if path.exists() else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -141,6 +141,16 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> tuple[Curve, Curve]:
         return curve((x["step"], x.get("loss")) for x in lines if x["kind"] == kind)
 
     return of("train"), of("validation")
+
+
+def went_back(label: str, seed: int, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each rollback of a run."""
+    for x in lines:
+        if x["kind"] == "rollback":
+            yield (
+                f"{label}, seed {seed}: the loss rose at step {x['noticed']}; training went back to step {x['to']} and "
+                f"on with batch {x['batch']}, so later batches are not those of other runs"
+            )
 
 
 def _number(value: Any) -> bool:

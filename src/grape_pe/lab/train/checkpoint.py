@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from ..errors import LabError
-from ..files import SCRATCH, damaged, read_json
+from ..errors import Diverged, LabError
+from ..files import SCRATCH, damaged, read_json, write_text
 from .distributed import World
+from .rollback import Rise, Rollback, returned
 
 # One process is no accident here. The warning comes from a background thread, beyond catch_warnings.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -44,12 +45,14 @@ OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a run stands after `step` optimizer steps."""
+    """Where a run stands after `step` optimizer steps; `recent` losses are kept if it may go back."""
 
     step: int = 0
     validation_loss: float | None = None
     best_loss: float | None = None
     best_step: int | None = None
+    recent: tuple[float, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
 
 
 def checkpoint_name(step: int) -> str:
@@ -80,11 +83,34 @@ class Checkpoints:
         return sorted(p for p in self.directory.iterdir() if p.name.startswith("step-") and p.is_dir())
 
     def clean(self) -> None:
-        """Remove what a killed run left half written."""
-        if self.world.first and self.directory.is_dir():
-            for left in self.directory.glob(f"{SCRATCH}*"):
-                shutil.rmtree(left, ignore_errors=True)
-        self.world.barrier()
+        """Remove what a killed run left half written, or had gone back from."""
+        self.world.check(self._clean)
+
+    def _clean(self) -> None:
+        for left in self.directory.glob(f"{SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        states = {path: read_state(path).rollbacks for path in self.found()}
+        last = max(states.values(), key=len, default=())
+        for path, rollbacks in states.items():
+            if len(rollbacks) < len(last) and path.name > checkpoint_name(last[-1].to):
+                _remove(path)
+
+    def go_back(self, rise: Rise, rollbacks: Sequence[Rollback], most: int) -> None:
+        """Make the last checkpoint before a rise the newest. It knows of this before later ones are removed."""
+        self.finish()
+        before = [path for path in self.found() if path.name < checkpoint_name(rise.since)]
+        if not before or len(rollbacks) == most:
+            kept = (
+                f"the last checkpoint before it is {before[-1]}" if before else "no checkpoint is from before"
+            )
+            raise Diverged(
+                f"stopped: {rise}; {kept}; the run went back {len(rollbacks)} times of {most} (train.rollbacks). "
+                "A smaller train.lr or train.clip, or a longer train.warmup, may help"
+            )
+        state = read_state(before[-1])
+        state = replace(state, rollbacks=returned(rise, state.step, rollbacks))
+        self.world.check(lambda: write_text(before[-1] / STATE, json.dumps(asdict(state))))
+        self.world.check(self._clean)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: TrainingState) -> None:
         """Begin to write; training may go on at once, on copies this does not see."""
@@ -158,9 +184,7 @@ class Checkpoints:
         best = _best(found)
         for old in found[: -self.keep]:
             if old != best and old.name not in self.always:
-                hidden = old.with_name(f"{SCRATCH}{old.name}")  # renamed first: never half there
-                os.replace(old, hidden)
-                shutil.rmtree(hidden, ignore_errors=True)
+                _remove(old)
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, start: Path | None = None
@@ -179,6 +203,12 @@ class Checkpoints:
             model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=self.options
         )
         return read_state(found[-1])
+
+
+def _remove(checkpoint: Path) -> None:
+    hidden = checkpoint.with_name(f"{SCRATCH}{checkpoint.name}")  # renamed first: never half there
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _tensors(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Tensor]:
@@ -215,7 +245,9 @@ def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
 def read_state(checkpoint: Path) -> TrainingState:
     place, remedy = checkpoint / STATE, f"remove {checkpoint} and the checkpoint before it is used"
     try:
-        found = TrainingState(**read_json(place, remedy))
+        said = read_json(place, remedy)
+        rollbacks = tuple(Rollback(**each) for each in said.pop("rollbacks", ()))
+        found = TrainingState(**{**said, "recent": tuple(said.get("recent", ()))}, rollbacks=rollbacks)
     except (FileNotFoundError, TypeError) as problem:
         raise damaged(place, problem, remedy) from None
     losses = (found.validation_loss, found.best_loss)

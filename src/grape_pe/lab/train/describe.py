@@ -21,7 +21,7 @@ def describe(config: RunConfig, vocab_size: int, ranks: int = 1) -> str:
         f"model       {(e.parameters - e.encoding_parameters) / 1e6:.1f}M parameters and "
         f"{e.encoding_parameters:,} of {config.model.encoding} ({e.parameters:,} in all)",
         f"batch       {t.batch} x {config.data.sequence} = {e.tokens_per_step:,} tokens a step, "
-        f"in {e.micro_batches} micro-batches a process, of {ranks}",
+        f"in {e.micro_batches} micro-batches a process, of {ranks}" + _shared(t.context_parallel),
         f"tokens      {e.tokens / 1e9:.3g}B in {t.steps:,} steps ({e.tokens:,})",
         f"compute     {e.flops_per_token:.3g} FLOPs a token, {e.flops:.3g} in all",
         f"schedule    {t.schedule}: {rates}",
@@ -29,7 +29,8 @@ def describe(config: RunConfig, vocab_size: int, ranks: int = 1) -> str:
         f"memory      {_gb(m.total)}: weights {_gb(m.weights)}, gathered or rounded copies {_gb(m.gathered)}, "
         f"gradients {_gb(m.gradients)}, optimizer {_gb(m.optimizer)},",
         f"            activations {_gb(m.activations)} ({other} recomputation {_gb(e.other_activations)}), "
-        f"logits {_gb(m.logits)}",
+        f"logits {_gb(m.logits)}" + (f", keys of other ranks {_gb(m.ring)}" if m.ring else ""),
+        f"            80 GB can hold a sequence of {e.longest:,} tokens" + _shared(t.context_parallel),
         f"a step      {e.work.flops:.3g} FLOPs, {_gb(e.work.moved)} through its memory",
         f"messages    {_sent(e)}",
         *(_timed(e, gpu) for gpu in SHOWN),
@@ -38,6 +39,10 @@ def describe(config: RunConfig, vocab_size: int, ranks: int = 1) -> str:
         "            kernels of biases and rotations are not counted",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _shared(ranks: int) -> str:
+    return f"; {ranks} share a sequence" if ranks > 1 else ""
 
 
 def _gb(count: float) -> str:
@@ -50,7 +55,10 @@ def _sent(e: Estimate) -> str:
         return "none"
     kinds = {"all-gather": m.all_gather, "reduce-scatter": m.reduce_scatter, "all-reduce": m.all_reduce}
     sent = ", ".join(f"{name} {_gb(count)}" for name, count in kinds.items() if count)
-    return f"{sent} sent in {m.collectives} collectives a step"
+    lines = [f"{sent} sent in {m.collectives} collectives a step"]
+    if m.exchanges:
+        lines.append(f"            keys and their gradients {_gb(m.ring)} in {m.exchanges} exchanges a step")
+    return "\n".join(lines)
 
 
 def _timed(e: Estimate, gpu: str) -> str:

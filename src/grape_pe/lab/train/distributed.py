@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...parallel import ContextParallel
 from ..config import RunConfig
 from ..errors import LabError
+from .sharing import check_shareable
 
 #: longer than a checkpoint, a validation or the compilation of a model takes on the slowest rank
 TIMEOUT = timedelta(minutes=20)
@@ -37,14 +39,32 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     #: for what runs in the background: its messages must not mix with those of training
     background: dist.ProcessGroup | None = None
+    #: the ranks with which this one shares its sequences
+    parallel: ContextParallel | None = None
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def sharing(self) -> int:
+        """How many ranks share a sequence."""
+        return 1 if self.parallel is None else self.parallel.ring.size
+
+    @property
+    def groups(self) -> int:
+        """How many groups of ranks there are, each with sequences of its own."""
+        return self.size // self.sharing
+
+    def share_sequences(self, ranks: int) -> None:
+        """Form groups of so many successive ranks, which are close to each other on a cluster."""
+        if ranks > 1:
+            self.parallel = ContextParallel(dist.new_subgroups(ranks)[0])
+
     def rows(self, total: int) -> range:
-        """This rank's share of `total` rows: disjoint over ranks, all of them together."""
-        return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
+        """The share of this rank's group of `total` rows: disjoint over groups, all of them together."""
+        group = self.rank // self.sharing
+        return range(total * group // self.groups, total * (group + 1) // self.groups)
 
     def total(self, *values: float | Tensor) -> list[float]:
         """Sums over all ranks, in float64, through the memory of the hosts: a GPU at work is not waited for."""
@@ -59,6 +79,10 @@ class World:
             dist.all_reduce(value)
         return value
 
+    def of_first(self, *values: float) -> list[float]:
+        """The values of the first rank, on all."""
+        return self.total(*(value if self.first else 0.0 for value in values))
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -70,6 +94,16 @@ class World:
             found = [None] * self.size
             dist.all_gather_object(found, value)
         return found
+
+    def check(self, call: Callable[[], object]) -> None:
+        """Call on the first rank; what it refuses is raised on all."""
+        problem = None
+        if self.first:
+            try:
+                call()
+            except (ValueError, OSError) as refused:
+                problem = str(refused)
+        self.agree(problem)
 
     def agree(self, problem: str | None) -> None:
         """Raise on every rank if one has a problem; without this the others would wait for ever."""
@@ -122,14 +156,20 @@ def _check_restarts() -> None:
 
 
 def check_split(config: RunConfig, size: int) -> None:
-    """Refuse a batch that the ranks cannot share evenly."""
+    """Refuse a batch or sequences that the ranks cannot share evenly."""
     train = config.train
-    share, left = divmod(train.batch, size)
+    among, takers = train.context_parallel, f"{size} ranks"
+    if size % among:
+        raise LabError(f"train.context_parallel must divide the number of ranks, got {among} for {size}")
+    if among > 1:
+        check_shareable(config)
+        takers = f"{size // among} groups of {among} ranks"
+    share, left = divmod(train.batch, size // among)
     if left:
-        raise LabError(f"train.batch must be a multiple of the {size} ranks, got {train.batch}")
+        raise LabError(f"train.batch must be a multiple of the {takers}, got {train.batch}")
     if train.micro_batch and share % train.micro_batch:
         raise LabError(
-            f"each of {size} ranks takes {share} sequences, which train.micro_batch must divide, "
+            f"each of {takers} takes {share} sequences, which train.micro_batch must divide, "
             f"got {train.micro_batch}"
         )
     if train.strategy == "fsdp" and train.shard and size % train.shard:

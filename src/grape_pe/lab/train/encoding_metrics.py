@@ -24,7 +24,7 @@ def _frequencies(model: nn.Module) -> dict[str, float]:
     if not learned:
         return {}
     with torch.no_grad():
-        moved = torch.stack([_whole(delta.double()) for _, delta in learned])
+        moved = torch.stack([whole(delta.double()) for _, delta in learned])
         spectra = torch.stack([each.initial.double() for each, _ in learned]) * (moved / STEP_DIVISOR).exp()
     return {
         "frequency/largest": float(spectra.max()),
@@ -62,7 +62,7 @@ def _reach(seen: list[Bias], length: int) -> dict[str, float]:
     return out
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; any other as it is."""
     from torch.distributed.tensor import DTensor
 

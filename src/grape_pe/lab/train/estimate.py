@@ -14,10 +14,13 @@ from torch import nn
 from ...models import Decoder
 from ...models.loss import CHUNK_SHARE
 from ..config import RunConfig
+from .sharing import Circulating, circulating
 from .step_time import GPUS, Work
 
-#: bytes of GPU memory for which the chunk of logits is sized
+#: bytes of GPU memory for which the chunk of logits is sized and the longest sequence is given
 GPU_MEMORY = 80e9
+#: of it, what a sequence may take together with weights and optimizer
+USABLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Memory:
     optimizer: float
     activations: float
     logits: float
+    ring: float = 0.0  # keys, values and their gradients on their way between ranks
 
     @property
     def total(self) -> float:
@@ -44,6 +48,8 @@ class Messages:
     reduce_scatter: float = 0.0
     all_reduce: float = 0.0
     collectives: int = 0
+    ring: float = 0.0  # of ranks that share a sequence, in so many exchanges with the next
+    exchanges: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Estimate:
     other_activations: float  # with recomputation if there is none, and the other way round
     messages: Messages
     work: Work
+    longest: int  # tokens of one sequence that GPUs of 80 GB can hold
 
     @property
     def flops(self) -> float:
@@ -99,14 +106,25 @@ class _Counter:
         self.fsdp = train.strategy == "fsdp" and ranks > 1
         self.shards = (train.shard or ranks) if self.fsdp else 1
         self.size = 2 if train.precision == "bf16" else 4  # bytes of a number in a product
-        self.rows = train.micro_batch or max(1, train.batch // ranks)
-        self.micro_batches = max(1, train.batch // ranks // self.rows)
+        self.sharing = train.context_parallel
+        share = max(1, train.batch * self.sharing // ranks)
+        self.rows = train.micro_batch or share
+        self.micro_batches = max(1, share // self.rows)
+        self.tokens = self.rows * config.data.sequence // self.sharing  # of a micro-batch, in one process
+        self.blocks_sent = self._circulating() if self.sharing > 1 else []
         self.all = model.parameter_count()
         encodings = {trunk.encoding_of(number) for number in range(len(trunk.layers))}
         self.encodings = sum(p.numel() for each in encodings for p in each.parameters())
         inside = 0 if model.config.shared_encoding else self.encodings
         self.blocks = sum(p.numel() for p in trunk.layers.parameters()) - inside
         self.rest = self.all - self.blocks - self.encodings
+
+    def _circulating(self) -> list[list[Circulating]]:
+        """What goes round in each layer."""
+        sizes = self.model.config
+        names = [each.encoding for each in sizes.by_layer]
+        of = {name: circulating(sizes.build_encoding(names.index(name)), self.size) for name in names}
+        return [of[name] for name in names]
 
     def estimate(self) -> Estimate:
         config, model = self.config, self.model
@@ -117,7 +135,7 @@ class _Counter:
             tokens_per_step=config.tokens_per_step, tokens=config.tokens_per_step * config.train.steps,
             steps=config.train.steps, micro_batches=self.micro_batches, memory=self.memory(),
             other_activations=self.activations(not config.train.recompute), messages=messages,
-            work=self.work(each, messages),
+            work=self.work(each, messages), longest=self.longest(),
         )  # fmt: skip
 
     def memory(self) -> Memory:
@@ -133,27 +151,46 @@ class _Counter:
             buckets = 4 * whole if self.micro_batches > 1 else self.size * 2 * block
         return Memory(
             4 * whole / self.shards, gathered, 4 * whole / self.shards + buckets, 8 * whole / self.shards,
-            self.activations(self.config.train.recompute), self.logits(),
+            self.activations(self.config.train.recompute), self.logits(), self.ring(),
         )  # fmt: skip
 
     def activations(self, recompute: bool) -> float:
-        """What backward needs of one micro-batch: about 12 widths and 4 hidden widths a token and layer."""
-        sizes, tokens = self.model.config, self.rows * self.config.data.sequence
-        layer = tokens * (12 * sizes.width + 4 * sizes.hidden) * self.size
+        """What backward needs of one micro-batch: about 12 widths and 4 hidden widths a token and layer.
+
+        16 more in bfloat16 if blocks are not compiled: what norms, gates and casts keep in float32.
+        """
+        sizes, tokens = self.model.config, self.tokens
+        widths = 12 if self.config.train.compile or self.size == 4 else 28
+        layer = tokens * (widths * sizes.width + 4 * sizes.hidden) * self.size
         return layer + sizes.layers * tokens * sizes.width * self.size if recompute else sizes.layers * layer
 
-    def logits(self) -> float:
+    def ring(self) -> float:
+        """Blocks of one layer at a time; and for a path, float32 sums over each chunk for each row, 16 copies."""
+        held = [sum(part.held for part in layer) for layer in self.blocks_sent]
+        paths = any(len(layer) > 1 for layer in self.blocks_sent)
+        crossing = 64 * self.model.config.heads * self.sharing if paths else 0
+        return self.tokens * (max(held, default=0) + crossing)
+
+    def longest(self) -> int:
+        """Tokens of one sequence, alone in its micro-batch; a multiple of 1,000."""
+        memory, logits = self.memory(), self.logits()
+        each = (memory.activations + memory.ring) / self.tokens
+        fixed = memory.total - logits - each * self.tokens + self.logits(GPU_MEMORY)
+        return max(0, int((GPU_MEMORY * USABLE - fixed) / each * self.sharing) // 1000 * 1000)
+
+    def logits(self, tokens: float = 0) -> float:
         """One chunk in float32 with two copies as they are multiplied, and the head's gradient in float32."""
-        sizes, tokens = self.model.config, self.rows * self.config.data.sequence
-        rows = min(tokens, int(GPU_MEMORY * CHUNK_SHARE) // 4 // sizes.vocab_size)
+        sizes = self.model.config
+        rows = min(tokens or self.tokens, int(GPU_MEMORY * CHUNK_SHARE) // 4 // sizes.vocab_size)
         return (4 + 2 * self.size) * rows * sizes.vocab_size + 4 * sizes.vocab_size * sizes.width
 
     def messages(self) -> Messages:
         """A ring sends (n - 1)/n of what it gathers or scatters, and twice that of what it adds up."""
         if self.ranks == 1:
             return Messages()
+        ring = self.exchanges()
         if not self.fsdp:
-            return Messages(all_reduce=2 * _ring(self.ranks) * 4 * self.all, collectives=1)
+            return Messages(all_reduce=2 * _ring(self.ranks) * 4 * self.all, collectives=1, **ring)
         groups = self.ranks // self.shards
         units = 1 + (self.encodings > 0)
         gathered = (
@@ -164,8 +201,16 @@ class _Counter:
             _ring(self.shards) * gathered * self.micro_batches,
             _ring(self.shards) * 4 * self.all,
             2 * _ring(groups) * 4 * self.all / self.shards,
-            (2 * layers + units) * self.micro_batches + (layers + units) * (1 + (groups > 1)),
-        )
+            (2 * layers + units) * self.micro_batches + (layers + units) * (1 + (groups > 1)), **ring,
+        )  # fmt: skip
+
+    def exchanges(self) -> dict[str, int]:
+        """Of keys and gradients in the attention of all layers; running sums and shifted tokens are not counted."""
+        ranks, again = self.sharing, self.config.train.recompute
+        parts = [part for layer in self.blocks_sent for part in layer]
+        sent = sum(part.sent(ranks, again) for part in parts) * self.tokens
+        each = (3 if again else 2) * (ranks - 1) + ranks
+        return {"ring": sent * self.micro_batches, "exchanges": each * len(parts) * self.micro_batches}
 
     def work(self, flops_per_token: float, messages: Messages) -> Work:
         """Of one step and process; recomputation repeats the blocks' forward pass, a third of their FLOPs."""
@@ -174,6 +219,8 @@ class _Counter:
         flops = flops_per_token * tokens
         if train.recompute:
             flops += (flops_per_token - 6 * sizes.vocab_size * sizes.width) * tokens / 3
+        if self.sharing > 1:  # backward computes the attention of each pair of chunks again
+            flops += 2 * sizes.layers * sizes.head_dim * sizes.heads * self.config.data.sequence * tokens
         saved = self.activations(False) * self.micro_batches
         moved = (
             (6 if train.recompute else 4) * saved  # written, read again, and so are their gradients
@@ -183,8 +230,9 @@ class _Counter:
         )
         near = messages.all_gather + messages.reduce_scatter
         return Work(
-            flops, moved, near, messages.all_reduce, self.shards if self.fsdp else self.ranks, self.ranks
-        )
+            flops, moved, near, messages.all_reduce, self.shards if self.fsdp else self.ranks, self.ranks,
+            messages.ring, self.sharing,
+        )  # fmt: skip
 
 
 def _ring(ranks: int) -> float:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...extras import require
 from ..config import RunConfig
 from ..files import write_text
+from .rollback import Rollback
 from .run_directory import METRICS, read_metrics, run_id
 
 
 class Metrics:
-    """Lines of {"kind", "step", …}. A run that goes on from `step` first forgets what came after it."""
+    """Lines of {"kind", "step", …}. A run that goes on from `step` first forgets what came after it.
 
-    def __init__(self, directory: Path, config: RunConfig, step: int) -> None:
+    Args:
+        directory, config: of the run.
+        step: the last one that counts.
+        rollbacks: of the run so far; each has a line of kind "rollback".
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, step: int, rollbacks: Sequence[Rollback]) -> None:
         self.path = directory / METRICS
-        _forget_after(self.path, step)
+        recorded = _forget_after(self.path, step, len(rollbacks))
         self.file = self.path.open("a")
         self.board: Any = None
         if config.log.tensorboard:
@@ -30,6 +38,8 @@ class Metrics:
                 project=config.log.wandb, name=directory.name, dir=str(directory), config=config.model_dump(),
                 id=run_id(directory), resume="allow",
             )  # fmt: skip
+        for number, each in enumerate(rollbacks[recorded:], start=recorded + 1):
+            self.write("rollback", each.to, {"number": number, **asdict(each)})
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -57,7 +67,10 @@ def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def _forget_after(path: Path, step: int) -> None:
-    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+def _forget_after(path: Path, step: int, rollbacks: int) -> int:
+    """How many rollbacks have a line; those lines stay, also if a later one went back further."""
+    lines = read_metrics(path.parent)
+    kept = [x for x in lines if (x["number"] <= rollbacks if x["kind"] == "rollback" else x["step"] <= step)]
     if path.exists():
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return sum(line["kind"] == "rollback" for line in kept)

@@ -34,7 +34,7 @@ class Profile:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        if self.first and step == self.first:
+        if self.first and step == self.first and self.running is None:  # else the run has gone back
             self._start()
         yield
         if self.first and step == self.first + self.STEPS - 1:

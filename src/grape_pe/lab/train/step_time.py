@@ -15,7 +15,8 @@ MEMORY_SHARE, LINK_SHARE, NODE = 0.8, 0.7, 8
 
 @dataclass(frozen=True)
 class Work:
-    """What one process does in a step. `near` bytes go round `group` ranks, `far` bytes across all `ranks`."""
+    """What one process does in a step. `near` bytes go round `group` ranks, `far` bytes across all `ranks`, and
+    `ring` bytes round the `sharing` ranks of a sequence."""
 
     flops: float
     moved: float
@@ -23,6 +24,8 @@ class Work:
     far: float
     group: int
     ranks: int
+    ring: float = 0.0
+    sharing: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class GPU:
         return work.flops / (self.peak * self.products) + work.moved / (self.memory * MEMORY_SHARE)
 
     def sending(self, work: Work) -> float:
-        near = self.link if work.group <= NODE else self.network
-        far = self.link if work.ranks <= NODE else self.network
-        return (work.near / near + work.far / far) / LINK_SHARE
+        sent = (work.near, work.group), (work.far, work.ranks), (work.ring, work.sharing)
+        links = (count / (self.link if ranks <= NODE else self.network) for count, ranks in sent)
+        return sum(links) / LINK_SHARE
 
     def seconds(self, work: Work) -> float:
         return max(self.computing(work), self.sending(work))

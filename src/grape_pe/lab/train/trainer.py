@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ...extras import require
 from ...models import Decoder
@@ -29,20 +26,23 @@ from ..data import Batch, prefetch
 from ..errors import Diverged, LabError
 from ..progress import ProgressLine
 from .allocator import keep_freed_memory
-from .checkpoint import Checkpoints, TrainingState
+from .checkpoint import Checkpoints
 from .collector import PausedCollector
 from .distributed import World, check_split, world
-from .encoding_metrics import encoding_summary
+from .encoding_metrics import encoding_summary, whole
 from .estimate import flops_per_token, peak_flops, peak_memory
 from .feed import Feed, open_feed
 from .metrics import Metrics
 from .optimization import adamw, initialise, learning_rate
 from .profile import Profile
+from .rollback import Rise, batch_of, look
 from .run_directory import RunDirectory
 from .saved_model import export_final
 from .sharding import gradients_exchanged, spread
+from .sharing import SharedBatches
 from .signals import StopSignals
 from .unread import Taken, Unread
+from .validation import batch_loss, validation_loss
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,16 @@ def train(
         check_split(config, among.size)
         config.decoder(1)  # a wrong encoding is told before any data are read
         directory = RunDirectory(out)
-        _on_first(among, lambda: directory.check(config, resume=resume))
+        among.check(lambda: directory.check(config, resume=resume))
         feed = open_feed(config, among)
+        among.share_sequences(config.train.context_parallel)
         try:
-            _on_first(among, lambda: directory.open(config, feed.identity, resume=resume))
+            among.check(lambda: directory.open(config, feed.identity, resume=resume))
             return Trainer(config, directory.path, feed, among, quiet, start).run()
         except OSError as failed:
             raise LabError(_stopped_by(failed, directory.path)) from None
         finally:
             directory.close()
-
-
-def _on_first(among: World, check: Callable[[], object]) -> None:
-    """Check on the first rank; what it refuses is raised on all."""
-    problem = None
-    if among.first:
-        try:
-            check()
-        except ValueError as refused:
-            problem = str(refused)
-    among.agree(problem)
 
 
 def _check_installed(config: RunConfig) -> None:
@@ -147,6 +137,7 @@ class Trainer:
         start: Path | None = None,
     ) -> None:
         self.config, self.directory, self.feed, self.world, self.quiet = config, directory, feed, among, quiet
+        self.batches = feed.batches if among.parallel is None else SharedBatches(feed.batches, among.parallel)
         self.decoder = self._build()
         self.flops = self._flops()
         self.model: nn.Module = spread(self.decoder, config.train, among)
@@ -158,7 +149,7 @@ class Trainer:
         self.progress = self.checkpoints.restore(self.model, self.optimizer, start)
         self.metrics: Metrics | None = None
         if among.first:
-            self.metrics = Metrics(directory, config, self.progress.step)
+            self.metrics = self._open_metrics()
         self.line = ProgressLine(
             f"{config.name} {config.model.encoding}",
             self.progress.step,
@@ -186,18 +177,13 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the last step, or until a signal asks to stop."""
-        steps = range(self.progress.step, self.config.train.steps)
         stopped = 0
         if self.world.device.type == "cpu":
             keep_freed_memory()
         try:
             # to the end: a cluster may ask twice, also while this saves
             with StopSignals() as signals, PausedCollector() as self.collector, self.profile:
-                with closing(prefetch(self.feed.batches, steps, self._rows)) as coming:
-                    for step, parts in coming:
-                        stopped = self._train_step(step, parts, signals)
-                        if stopped:
-                            break
+                stopped = self._train(signals)
                 self._save()
                 self.checkpoints.finish()
                 if not stopped:
@@ -208,11 +194,41 @@ class Trainer:
                 self.metrics.close()
         return self._outcome(stopped)
 
+    def _train(self, signals: StopSignals) -> int:
+        """Steps up to the last, over again after a rise of the loss; returns the signal that asks to stop, or 0."""
+        while True:
+            try:
+                return self._steps(signals)
+            except Rise as rise:
+                self._go_back(rise)
+
+    def _steps(self, signals: StopSignals) -> int:
+        steps, rollbacks = range(self.progress.step, self.config.train.steps), self.progress.rollbacks
+        numbers = (batch_of(step, rollbacks) for step in steps)
+        with closing(prefetch(self.batches, numbers, self._rows)) as coming:
+            for step, (_, parts) in zip(steps, coming, strict=True):
+                stopped = self._train_step(step, parts, signals)
+                if stopped:
+                    return stopped
+        return 0
+
+    def _go_back(self, rise: Rise) -> None:
+        """Go on from the last checkpoint before a rise, with the batches after it."""
+        self.checkpoints.go_back(rise, self.progress.rollbacks, self.config.train.rollbacks)
+        self.progress = self.checkpoints.restore(self.model, self.optimizer)
+        self.broken.zero_()
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = self._open_metrics()
+
+    def _open_metrics(self) -> Metrics:
+        return Metrics(self.directory, self.config, self.progress.step, self.progress.rollbacks)
+
     def _export(self) -> None:
         export_final(self.model, self.decoder.config, self.directory / "final", self.feed, self.world)
 
     def _rows(self, _step: int) -> list[range]:
-        """This rank's share of a batch, in pieces of `micro_batch`."""
+        """The rows of this rank's group in a batch, in pieces of `micro_batch`."""
         share = self.world.rows(self.config.train.batch)
         size = self.config.train.micro_batch or len(share)
         return [range(start, min(start + size, share.stop)) for start in range(share.start, share.stop, size)]
@@ -223,7 +239,7 @@ class Trainer:
         rate = learning_rate(step, settings)
         with self.profile.of(done):
             stop = self._update(step, parts, rate, signals)
-        self.progress = TrainingState(done, None, self.progress.best_loss, self.progress.best_step)
+        self.progress = replace(self.progress, step=done, validation_loss=None)
         self.collector.after(done)
         logs = done % self.config.log.every == 0 or done == settings.steps
         validates = self._due(done, settings.eval_every) or self._due(done, settings.checkpoint_every)
@@ -265,7 +281,7 @@ class Trainer:
                 loss.backward()
             summed += loss.detach().double() / self.world.size
         clip = self.config.train.clip or math.inf
-        norm = _whole(nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)).double()
+        norm = whole(nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)).double()
         self._apply(self.world.added(summed), norm)
         self.unread.add(step, summed, norm, int(tokens))
         return StopSignals.named(asked)
@@ -282,9 +298,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _read(self) -> None:
-        """Look at the steps since the last time: stop if one was not finite, record those that were skipped."""
+        """Look at the steps since the last time: stop or go back if they must not count, record skipped ones."""
         limit = self.config.train.skip_above or math.inf
         taken, tokens, seconds = self.unread.read()
+        if self.config.train.rollback_above:
+            self._look_for_a_rise(taken)
         for each in taken:
             self._check_finite(*each)
             if each.norm > limit and self.metrics is not None:
@@ -293,19 +311,16 @@ class Trainer:
             self.last, self.speed = taken[-1], tokens / seconds
             self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
 
-    def _loss(self, part: Batch, count: float) -> Tensor:
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or self.world.device.type == "cpu":
-                return tensor
-            return tensor.pin_memory().to(self.world.device, non_blocking=True)  # else the host would wait
+    def _look_for_a_rise(self, taken: list[Taken]) -> None:
+        """Raise it, as the first rank sees it, on all; else remember the losses."""
+        seen, rise = look(self.progress.recent, taken, self.config.train.rollback_above)
+        self.progress = replace(self.progress, recent=seen)
+        noticed, *numbers = self.world.of_first(rise is not None, *(rise.args if rise else (0, 0, 0, 0)))
+        if noticed:
+            raise Rise(*numbers)
 
-        half = self.config.train.precision == "bf16" and not isinstance(self.model, FSDPModule)
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=half):
-            loss = self.model(
-                moved(part.tokens), targets=moved(part.targets), documents=moved(part.documents), count=count
-            )
-        assert isinstance(loss, Tensor)
-        return loss
+    def _loss(self, part: Batch, count: float) -> Tensor:
+        return batch_loss(self.model, part, count, self.config.train.precision, self.world)
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -322,34 +337,20 @@ class Trainer:
         """Mean loss of the fixed validation set, and what the encoding has learned."""
         loss = self._validation_loss()
         best = self.progress.best_loss
+        self.progress = replace(self.progress, validation_loss=loss)
         if best is None or loss < best:
-            self.progress = TrainingState(done, loss, loss, done)
-        else:
-            self.progress = TrainingState(done, loss, best, self.progress.best_step)
+            self.progress = replace(self.progress, best_loss=loss, best_step=done)
         self.line.validated(loss)
-        sample = self.feed.batches.validation(range(1)).tokens.to(self.world.device)
-        values = encoding_summary(self.decoder, sample)
+        sample = self.feed.batches.validation(range(1)).tokens
+        held = sample.shape[1] // self.world.sharing  # no rank has memory for more
+        values = encoding_summary(self.decoder, sample[:, :held].to(self.world.device))
         if self.metrics is not None:
             self.metrics.write("validation", done, {"loss": loss})
             self.metrics.write("encoding", done, {"values": values})
 
-    @torch.no_grad()
     def _validation_loss(self) -> float:
-        total = self.feed.batches.validation_rows
-        total = min(total, self.config.train.eval_sequences or total)
-        share, largest = self.world.rows(total), -(-total // self.world.size)
-        size = self.config.train.micro_batch or max(1, self.config.train.batch // self.world.size)
         self.model.eval()
-        summed, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
-        for first in range(share.start, share.start + largest, size):
-            rows = range(first, min(first + size, share.stop))
-            part = self.feed.batches.validation(rows or range(1))
-            loss = self._loss(part, 1.0)  # also without rows: sharded models compute together
-            if rows:
-                summed += loss.double()
-                count += int((part.targets >= 0).sum())
-        whole, predicted = self.world.total(summed, count)
-        return whole / max(1.0, predicted)
+        return validation_loss(self._loss, self.batches, self.config.train, self.world)
 
     def _save(self) -> None:
         if self.progress.step > 0:
@@ -373,8 +374,3 @@ class Trainer:
             best_loss=self.progress.best_loss, tokens_per_second=self.tokens / max(self.seconds, 1e-9),
             seconds=self.seconds, peak_memory_bytes=peak_memory(self.world.device), signal=stopped,
         )  # fmt: skip
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """A gradient norm, gathered if it is sharded."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
