@@ -134,7 +134,7 @@ def _options(config: RunConfig) -> dict[str, Any]:
 
 
 def _unfinished(place: Path, config: RunConfig) -> Iterator[str]:
-    run = read_run(place)[1].language[config.seed]
+    run = read_run(place, [])[1].language[config.seed]
     if run.diverged:
         yield "it diverged"
     elif run.evaluation is None:
