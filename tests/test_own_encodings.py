@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from grape_pe.lab.compare.processes import Task, run_side_by_side
 
 import grape_pe as grape
 from grape_pe import cli, testing
 from grape_pe.encodings import own, registry
 from grape_pe.encodings.base import Encoded, Encoding
 from grape_pe.lab.compare.comparison import load_comparison
-from grape_pe.lab.compare.processes import Task, run_side_by_side
 from grape_pe.lab.compare.run import compare
 from grape_pe.lab.errors import LabError
 

@@ -139,6 +139,12 @@ def own_modules() -> list[str]:
     return list(dict.fromkeys([*own.IMPORTED, *(module for module in defined if module != "__main__")]))
 
 
+def main_script() -> str | None:
+    """The script that other processes must run for its encodings; None if it registered none."""
+    here = any(each.cls.__module__ == "__main__" for name, each in ENTRIES.items() if name not in SHIPPED)
+    return getattr(sys.modules["__main__"], "__file__", None) if here else None
+
+
 def only_here(name: str) -> bool:
     """Whether the encoding is defined in an interactive session, which no other process can import."""
     main = sys.modules["__main__"]
