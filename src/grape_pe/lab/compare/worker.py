@@ -48,7 +48,7 @@ def command(job: Job, root: Path) -> tuple[str, ...]:
     """The arguments of the interpreter that make this run."""
     modules = [part for name in own_modules() for part in ("--import", name)]
     script = main_script()
-    more = ["--script", str(script)] if script else []
+    more = ["--script", os.path.abspath(script)] if script else []
     return ("-m", __spec__.name, str(root.resolve()), job.name, *modules, *more)
 
 
