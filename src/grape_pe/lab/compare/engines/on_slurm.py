@@ -49,7 +49,7 @@ class OnSlurm(Remote):
                 raise LabError(f"--slurm {name} cannot be given: {instead}")
         if "time" not in self.parameters:
             raise LabError("--on slurm needs --slurm time=MINUTES (or D-HH:MM:SS), the limit of one job")
-        self.minutes = _minutes(self.parameters.pop("time"))
+        self.minutes = minutes(self.parameters.pop("time"))
         if self.cluster == "local" and self.parameters:
             raise LabError(
                 f"--slurm {next(iter(self.parameters))} has no effect with cluster=local; leave it out"
@@ -135,7 +135,7 @@ class OnSlurm(Remote):
         handle.cancel(check=False)
 
 
-def _minutes(text: str) -> int:
+def minutes(text: str) -> int:
     """Slurm's ways to write a time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None:
