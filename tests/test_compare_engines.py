@@ -27,7 +27,7 @@ from grape_pe.lab.train.run_directory import latest_metrics
 from lab_runs import TINY, tiny_data
 
 STEPS = 60
-LIMIT = 120.0  # seconds after which a test gives up waiting
+LIMIT = 300.0  # seconds after which a test gives up waiting
 #: an encoding whose runs are slow until the file `go` is beside it; that changes no result
 SLOW = """
 import time
@@ -37,12 +37,13 @@ from grape_pe.encodings.base import Encoded, Encoding
 
 GO = Path(__file__).with_name("go")
 
-@grape.register("slow")
 class Slow(Encoding):
     def encode(self, tokens, state):
         if not GO.exists():
             time.sleep(0.5)
         return Encoded(tokens.q, tokens.k, grape.NoBias())
+
+grape.register("slow", Slow)
 """
 
 
@@ -146,6 +147,7 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="needs Ray: pip install 'grape-pe[ray]'")
     from ray.cluster_utils import Cluster
 
+    os.environ["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = "120"  # of the cluster; a busy machine needs longer
     head = {"num_cpus": 0, "ray_client_server_port": 23456, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
