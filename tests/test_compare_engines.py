@@ -147,7 +147,9 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="needs Ray: pip install 'grape-pe[ray]'")
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = "120"  # of the cluster; a busy machine needs longer
+    os.environ["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = (
+        "120"  # of the cluster; a busy machine needs longer
+    )
     head = {"num_cpus": 0, "ray_client_server_port": 23456, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]

@@ -21,6 +21,10 @@ class Resources:
     threads: int
     gpus: int
 
+    @property
+    def cpus(self) -> int:
+        return self.threads * max(1, self.gpus)
+
 
 @dataclass(frozen=True)
 class Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import Any, Self
 
 from ....extras import require
@@ -45,7 +46,7 @@ class OnRay(Remote):
 
     def submit(self, work: Work) -> Any:
         wanted = work.resources
-        task = self.task.options(num_cpus=wanted.threads, num_gpus=wanted.gpus, name=work.title)
+        task = self.task.options(num_cpus=wanted.cpus, num_gpus=wanted.gpus, name=work.title)
         return task.remote(work.arguments, work.log, os.getcwd(), changes(wanted))
 
     def poll(self, handle: Any) -> int | None:
@@ -56,7 +57,7 @@ class OnRay(Remote):
             code: int = self.ray.get(handle)
         except errors.RayTaskError as failed:
             raise LabError(f"Ray: {' '.join(str(failed.cause).split())}") from None
-        except errors.RaySystemError as gone:
+        except (errors.RaySystemError, ConnectionError) as gone:
             raise LabError(f"the Ray cluster does not answer: {' '.join(str(gone).split())}") from None
         except errors.RayError as gone:
             raise Lost(str(gone).partition("\n")[0]) from None
@@ -65,4 +66,5 @@ class OnRay(Remote):
         return code
 
     def cancel(self, handle: Any, force: bool = False) -> None:
-        self.ray.cancel(handle, force=force)
+        with suppress(ConnectionError, self.ray.exceptions.RayError):  # of a cluster that is gone
+            self.ray.cancel(handle, force=force)

@@ -92,7 +92,7 @@ class OnSlurm(Remote):
             return {"timeout_min": self.minutes, **gpus}
         settings: dict[str, Any] = {
             "time": self.minutes, "job_name": re.sub(r"[^\w.=+-]+", "-", work.title), "nodes": 1,
-            "ntasks_per_node": 1, "cpus_per_task": work.resources.threads * max(1, work.resources.gpus),
+            "ntasks_per_node": 1, "cpus_per_task": work.resources.cpus,
         }  # fmt: skip
         if work.resources.gpus and "gres" not in self.parameters:
             settings["gpus_per_node"] = work.resources.gpus
