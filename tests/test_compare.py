@@ -19,8 +19,10 @@ from data_cases import in_a_child
 from grape_pe.cli import main
 from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.compare.comparison import jobs, join_directory, load_comparison
+from grape_pe.lab.compare.engines import Resources
 from grape_pe.lab.compare.job import run_job
 from grape_pe.lab.compare.run import compare
+from grape_pe.lab.compare.worker import find
 from grape_pe.lab.config import flat, load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.files import write_json
@@ -200,11 +202,13 @@ def test_arms_that_cannot_be_read_are_refused(arm, said):
 
 def test_a_label_stands_for_one_arm(tmp_path):
     slow = Arm(label="mine", encoding="fox", options={"forget_bias": 4})
-    join_directory(tmp_path, load_comparison("demo", arms=["rope", slow]), 1)
-    again = join_directory(tmp_path, load_comparison("demo", arms=[slow, "alibi"]), 1)
+    join_directory(tmp_path, load_comparison("demo", arms=["rope", slow]), Resources(1, 0))
+    again = join_directory(tmp_path, load_comparison("demo", arms=[slow, "alibi"]), Resources(1, 0))
     assert [arm.label for arm in again.arms] == ["rope", "mine", "alibi"]
     with pytest.raises(LabError, match="has another arm 'mine'; give this one another label"):
-        join_directory(tmp_path, load_comparison("demo", arms=[Arm(label="mine", encoding="rope")]), 1)
+        join_directory(
+            tmp_path, load_comparison("demo", arms=[Arm(label="mine", encoding="rope")]), Resources(1, 0)
+        )
 
 
 def test_settings_reach_what_is_trained():
@@ -297,10 +301,11 @@ def test_a_probe_is_trained_and_scored(tmp_path):
     assert found["task"] == "copy" and len({score["length"] for score in found["scores"]}) == 5
 
 
-def _measured(tasks, _places, _tick):
+def _measured(works, *_):
     """In the place of the runs: their results alone."""
-    for task in tasks:
-        _, job, _, root = task.arguments
+    for work in works:
+        root = Path(work.arguments[2])
+        _, job = find(root, work.name)
         place = job.directory(root) / "evaluation.json"
         place.parent.mkdir(parents=True, exist_ok=True)
         write_json(place, {"label": job.arm.label, "seed": job.seed, "val_loss": job.trial or 1.0})

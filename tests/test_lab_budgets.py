@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from grape_pe.lab.compare.archive import write_archive
 from grape_pe.lab.compare.budgets import branches
 from grape_pe.lab.compare.comparison import Comparison, jobs, join_directory, load_comparison, trials
-from grape_pe.lab.compare.run import available_cores, compare
+from grape_pe.lab.compare.engines import Resources
+from grape_pe.lab.compare.run import compare
 from grape_pe.lab.config import flat
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.report import markdown, read_results
@@ -148,7 +149,8 @@ def test_a_part_goes_on_elsewhere_to_the_same_results(data: Path, tmp_path: Path
     "line, change, said",
     [
         (0, {"data": {"manifest": "other"}}, "a comparison on other data"),
-        (0, {"threads": 7}, r"another threads a run \(7 -> 1; see --jobs\)"),
+        (0, {"threads": 7}, r"another threads a run \(7 -> 1; see --threads\)"),
+        (0, {"gpus": 2}, r"another GPUs a run \(2 -> 0; see --gpus-per-job\)"),
         (0, {"kind": "language"}, "has no settings to continue with"),
         (1, {"run": "../../x"}, "is not a run of this comparison"),
     ],
@@ -156,7 +158,7 @@ def test_a_part_goes_on_elsewhere_to_the_same_results(data: Path, tmp_path: Path
 def test_a_file_that_does_not_fit_is_refused(data: Path, tmp_path: Path, line, change, said) -> None:
     asked = tiny(data)
     (tmp_path / "begun").mkdir()
-    join_directory(tmp_path / "begun", asked, 1)
+    join_directory(tmp_path / "begun", asked, Resources(1, 0))
     place = tmp_path / "begun/runs/rope-s0"
     place.mkdir(parents=True)
     (place / "evaluation.json").write_text('{"label": "rope", "seed": 0, "val_loss": 3.0}')
@@ -165,10 +167,10 @@ def test_a_file_that_does_not_fit_is_refused(data: Path, tmp_path: Path, line, c
     lines[line] |= change
     file.write_text("".join(json.dumps(each) + "\n" for each in lines))
     with pytest.raises(LabError, match=said):
-        compare(asked, tmp_path / "out", side_by_side=available_cores(), quiet=True, start=file)
+        compare(asked, tmp_path / "out", threads=1, gpus=0, quiet=True, start=file)
     other = tiny(data, budgets=[8 * STEP, 16 * STEP])
     with pytest.raises(LabError, match="budgets" if not change.get("kind") else said):
-        compare(other, tmp_path / "new", side_by_side=available_cores(), quiet=True, start=file)
+        compare(other, tmp_path / "new", threads=1, gpus=0, quiet=True, start=file)
 
 
 def test_trials_come_before_the_seeds_and_have_the_smallest_budget(data: Path) -> None:

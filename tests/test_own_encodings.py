@@ -15,8 +15,8 @@ import grape_pe as grape
 from grape_pe import cli, testing
 from grape_pe.encodings import own, registry
 from grape_pe.encodings.base import Encoded, Encoding
-from grape_pe.lab.compare.comparison import load_comparison
-from grape_pe.lab.compare.processes import Task, run_side_by_side
+from grape_pe.lab.compare import worker
+from grape_pe.lab.compare.comparison import jobs, load_comparison
 from grape_pe.lab.compare.run import compare
 from grape_pe.lab.errors import LabError
 
@@ -208,15 +208,47 @@ def test_a_run_needs_the_flag_again(folder, capsys, monkeypatch):
         assert "pass --import your_module" in message and len(message.splitlines()) == 1
 
 
-def builds_it(_place: int) -> int:
-    """Called in a worker; 0 stands for success."""
-    return 0 if grape.build("log-distance", heads=2, head_dim=4).rate.shape == (2,) else 9
-
-
-def test_worker_processes_import_the_modules(folder):
+def test_the_command_of_a_run_imports_the_modules(folder, monkeypatch):
     own.import_modules(["mine_own"])
-    assert registry.own_modules() == ["mine_own"]
-    run_side_by_side([Task("own", builds_it)], 1)
+    comparison = load_comparison("probes", arms=["log-distance[rate=1]"], tasks=["copy"])
+    _, _, *words = worker.command(next(iter(jobs(comparison))), folder)
+    assert words[2:] == ["--import", "mine_own"]
+    monkeypatch.setattr(registry, "ENTRIES", {name: registry.ENTRIES[name] for name in registry.SHIPPED})
+    monkeypatch.setattr(own, "IMPORTED", [])
+    del sys.modules["mine_own"]
+    built = []
+    monkeypatch.setattr(worker, "end_with_input", lambda: None)
+    monkeypatch.setattr(
+        worker, "run_named", lambda *_: built.append(grape.build("log-distance", heads=2, head_dim=4)) or 0
+    )
+    assert worker.main(words) == 0 and built[0].rate.shape == (2,)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import grape_pe as grape
+from test_own_encodings import TINY, Plain as Base
+from grape_pe.lab.compare.comparison import load_comparison
+from grape_pe.lab.compare.run import compare
+
+class Plain(Base):
+    pass
+
+grape.register("plain", Plain)
+if __name__ == "__main__":
+    settings = {{**TINY}}
+    compare(load_comparison("probes", arms=["plain"], tasks=["copy"], overrides=settings), "out", quiet=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["mine_script.py"], ["-m", "mine_script"]], ids=" ".join)
+def test_a_comparison_in_the_script_that_defines_the_encoding(folder, how):
+    (folder / "mine_script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    done = subprocess.run([sys.executable, *how], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert '"label": "plain"' in (folder / "out" / "results.jsonl").read_text()
 
 
 @pytest.mark.slow

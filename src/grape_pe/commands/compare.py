@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..extras import require
 from .errors import OK, CommandError
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, add_command, add_json, natural, positive
 from .train import add_settings
 
 PROBE = "probe."
@@ -34,7 +34,7 @@ def add_parsers(commands: Commands) -> None:
         metavar="NAMES",
         help="separated by commas, such as 'rope,fox[forget_bias=4]+kv' (default: those of WHAT)",
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: that of WHAT)")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="number of seeds (default: that of WHAT)")
     parser.add_argument("--tasks", metavar="NAMES", help="probes, separated by commas, or none")
     parser.add_argument(
         "--budgets", metavar="N,N", help="measure the loss after these numbers of tokens too, or none"
@@ -49,12 +49,33 @@ def add_parsers(commands: Commands) -> None:
         "--from", dest="start", type=Path, metavar="FILE",
         help="continue from a file of grape report --jsonl: its runs count as finished",
     )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=int, default=0, metavar="N", help="parallel runs (default: one per GPU or core)"
-    )
+    _add_engine(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     add_settings(parser, ("", PROBE))
     add_json(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on", default="local", metavar="ENGINE",
+        help="where runs are made: local (default), ray, ray://HOST:PORT, slurm",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=positive, default=0, metavar="N",
+        help="parallel runs (default: one per GPU or core; on ray and slurm what they have room for)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=positive, metavar="N",
+        help="CPU threads of a run (default: as the comparison was begun; cores by --jobs; 1 on ray and slurm)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpus-per-job", type=natural, metavar="N",
+        help="GPUs of a run; 2 or more train it under torchrun (default: 1 if this machine has any)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slurm", action="append", default=[], metavar="KEY=VALUE",
+        help="a parameter of sbatch, such as time=4:00:00 (needed), partition=gpu or gres=gpu:a100:1",
+    )  # fmt: skip
 
 
 def run_compare(options: argparse.Namespace) -> int:
@@ -65,8 +86,6 @@ def run_compare(options: argparse.Namespace) -> int:
     from ..lab.report import read_results, results_json, summary
     from ..lab.written import split_names
 
-    if options.jobs < 0 or (options.seeds is not None and options.seeds < 1):
-        raise CommandError(f"--jobs and --seeds must be at least 1, got {options.jobs} and {options.seeds}")
     given = vars(options)
     comparison = load_comparison(
         options.comparison,
@@ -79,14 +98,24 @@ def run_compare(options: argparse.Namespace) -> int:
     )
     out = Path(options.out or Path("results") / Path(options.comparison).stem)
     report = compare(
-        comparison, out, side_by_side=options.jobs, quiet=options.quiet or options.json, start=options.start
-    )
+        comparison, out, on=options.on, side_by_side=options.jobs, threads=options.threads,
+        gpus=options.gpus_per_job, slurm=_pairs(options.slurm), quiet=options.quiet or options.json,
+        start=options.start,
+    )  # fmt: skip
     results = read_results([out])
     if options.json:
         print(json.dumps({**results_json(results), "report": str(report)}))
     else:
         print(f"{summary(results)}\nReport: {report}")
     return OK
+
+
+def _pairs(given: list[str]) -> dict[str, str]:
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not (name and equals and value):
+            raise CommandError(f"--slurm takes KEY=VALUE, as in --slurm partition=gpu; got {each!r}")
+    return dict(each.split("=", 1) for each in given)
 
 
 def _rates(text: str | None) -> list[float] | None:

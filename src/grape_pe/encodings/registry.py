@@ -135,8 +135,20 @@ def facts(name: str) -> Facts | None:
 
 def own_modules() -> list[str]:
     """Modules that other processes must import to know all encodings registered here."""
-    defined = [each.cls.__module__ for name, each in ENTRIES.items() if name not in SHIPPED]
-    return list(dict.fromkeys([*own.IMPORTED, *(module for module in defined if module != "__main__")]))
+    main = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m MODULE
+    named = [*own.IMPORTED, *(main.name if each == "__main__" and main else each for each in _defining())]
+    return list(dict.fromkeys(name for name in named if name != "__main__"))
+
+
+def main_script() -> str | None:
+    """The script that other processes must run as well, because encodings are registered in it."""
+    main = sys.modules["__main__"]
+    named = "__main__" not in _defining() or getattr(main, "__spec__", None) is not None
+    return None if named else getattr(main, "__file__", None)
+
+
+def _defining() -> list[str]:
+    return [each.cls.__module__ for name, each in ENTRIES.items() if name not in SHIPPED]
 
 
 def only_here(name: str) -> bool:

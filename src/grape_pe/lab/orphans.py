@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import threading
 from multiprocessing.connection import wait
 
@@ -19,4 +20,17 @@ def end_with_parent() -> None:
 
 def _end_after(sentinel: int) -> None:
     wait([sentinel])
+    os._exit(1)
+
+
+def end_with_input() -> None:
+    """The same for a worker that is started by a command line: its standard input closes with its parent."""
+    if select.select([0], [], [], 0)[0]:
+        os._exit(1)
+    threading.Thread(target=_end_after_input, daemon=True).start()
+
+
+def _end_after_input() -> None:
+    while os.read(0, 1 << 10):
+        pass
     os._exit(1)

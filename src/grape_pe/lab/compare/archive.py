@@ -1,7 +1,7 @@
 """A comparison as one file of text: its settings and what was measured of every finished run, no weights.
 
     write_archive(Path("results/small"), Path("small.jsonl"))
-    restore(Path("small.jsonl"), Path("elsewhere/small"), comparison, threads=1)
+    restore(Path("small.jsonl"), Path("elsewhere/small"), comparison, Resources(threads=1, gpus=0))
 
 `grape report` reads the file; `grape compare --from` goes on with it: a run in it counts as done.
 """
@@ -20,6 +20,7 @@ from .comparison import (
     COMPARISON,
     EVALUATION,
     RESTORE,
+    Begun,
     Comparison,
     jobs,
     join_directory,
@@ -27,6 +28,7 @@ from .comparison import (
     read_described,
     trials,
 )
+from .engines.engine import Resources
 
 #: the kind of a run, by the directory it is in
 KINDS = {"sweep": "trial", "runs": "language", "tasks": "task"}
@@ -68,17 +70,17 @@ def _data(found: list[Path]) -> dict[str, Any] | None:
     return None
 
 
-def restore(archive: Path, root: Path, comparison: Comparison, threads: int) -> None:
+def restore(archive: Path, root: Path, comparison: Comparison, resources: Resources) -> None:
     """Give a directory the runs of a file that it does not have yet; other settings are refused."""
     about, runs = _read(archive)
     before = read_described(about, archive, REWRITE)
-    wanted = joined(archive, before, comparison, threads)
-    allowed = {job.directory(Path()).as_posix() for each in (trials, jobs) for job in each(wanted)}
+    wanted = joined(archive, before, comparison, resources)
+    allowed = {job.name for each in (trials, jobs) for job in each(wanted)}
     for run in runs:
         if run.get("run") not in allowed:
             raise damaged(archive, f"{run.get('run')!r} is not a run of this comparison", REWRITE)
     if (root / COMPARISON).exists():
-        join_directory(root, before.comparison, before.threads)
+        join_directory(root, before.comparison, resources)
     else:
         write_json(root / COMPARISON, {**about, **surroundings(), "elsewhere": _elsewhere(about)})
     for run in runs:
@@ -86,6 +88,11 @@ def restore(archive: Path, root: Path, comparison: Comparison, threads: int) -> 
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             write_json(place, {name: value for name, value in run.items() if name not in ("kind", "run")})
+
+
+def archived(archive: Path) -> Begun:
+    """The comparison that a file continues."""
+    return read_described(_read(archive)[0], archive, REWRITE)
 
 
 def _read(archive: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from ..tasks.base import FACTORS
 from ..train.run_directory import surroundings
 from .arms import Arm
 from .budgets import branches, shortened
+from .engines.engine import Resources
 
 COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
@@ -126,6 +127,11 @@ class Job:
         return validated(merged(found.model_dump(), {"train": {"checkpoint_at": starts}}))
 
     @property
+    def name(self) -> str:
+        """Its directory, from that of the comparison."""
+        return self.directory(Path()).as_posix()
+
+    @property
     def title(self) -> str:
         trial = "" if self.trial is None else f"lr {self.trial:g}"
         return " ".join(part for part in (self.task, self.arm.label, f"seed {self.seed}", trial) if part)
@@ -209,7 +215,7 @@ def make_directory(root: Path) -> None:
         raise LabError(f"cannot write to {root}: {problem.strerror}; give another --out") from None
 
 
-def join_directory(root: Path, comparison: Comparison, threads: int) -> Comparison:
+def join_directory(root: Path, comparison: Comparison, resources: Resources) -> Comparison:
     """Begin a comparison, or go on with the one there, which may gain arms, seeds or tasks.
 
     Returns the comparison with all that the directory holds.
@@ -219,11 +225,11 @@ def join_directory(root: Path, comparison: Comparison, threads: int) -> Comparis
     if path.exists():
         found = read_json(path, RESTORE)
         before = read_described(found, path, RESTORE)
-        comparison = joined(root, before, comparison, threads)
-        if comparison == before.comparison:
+        comparison = joined(root, before, comparison, resources)
+        if comparison == before.comparison and resources == before.resources:
             return comparison
         kept = {name: found[name] for name in ("data", "elsewhere") if name in found}
-    write_json(path, {**_described(comparison, threads), **kept})
+    write_json(path, {**_described(comparison, resources), **kept})
     return comparison
 
 
@@ -242,18 +248,24 @@ def check_data(root: Path, data: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Begun:
-    """A comparison that was begun, and the threads of its runs."""
+    """A comparison that was begun, and what each of its runs has; GPUs are not known of those of version 0.1."""
 
     comparison: Comparison
     threads: int
+    gpus: int | None
+
+    @property
+    def resources(self) -> Resources:
+        return Resources(self.threads, self.gpus or 0)
 
 
 def read_described(stored: dict[str, Any], path: Path, remedy: str) -> Begun:
     """From the content of compare.json."""
     try:
         old = checked(Comparison, stored["comparison"], list(Comparison.model_fields))
-        return Begun(old, int(stored["threads"]))
-    except (KeyError, TypeError, LabError) as problem:
+        gpus = stored.get("gpus")
+        return Begun(old, int(stored["threads"]), None if gpus is None else int(gpus))
+    except (KeyError, TypeError, ValueError) as problem:
         raise damaged(path, problem, remedy) from None
 
 
@@ -267,14 +279,16 @@ def _change(name: str, old: Any, new: Any) -> str:
     return f"{name} ({', '.join(f'{k}: {v!r} -> {after[k]!r}' for k, v in before.items() if v != after[k])})"
 
 
-def joined(root: Path, before: Begun, new: Comparison, threads: int) -> Comparison:
+def joined(root: Path, before: Begun, new: Comparison, resources: Resources) -> Comparison:
     """The arms, seeds and tasks of both; whatever else differs is refused by name. `root` is named in errors."""
     old = before.comparison
     fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name", "note", "evidence"}
     changed = [_change(name, getattr(old, name), getattr(new, name)) for name in sorted(fixed)]
     changed = [change for change in changed if change]
-    if before.threads != threads:
-        changed.append(f"threads a run ({before.threads} -> {threads}; see --jobs)")
+    if before.threads != resources.threads:
+        changed.append(f"threads a run ({before.threads} -> {resources.threads}; see --threads)")
+    if before.gpus not in (None, resources.gpus):
+        changed.append(f"GPUs a run ({before.gpus} -> {resources.gpus}; see --gpus-per-job)")
     if changed:
         raise LabError(
             f"{root} holds a comparison with another {', '.join(changed)}; results would not be comparable: "
@@ -291,7 +305,7 @@ def joined(root: Path, before: Begun, new: Comparison, threads: int) -> Comparis
     })  # fmt: skip
 
 
-def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
+def _described(comparison: Comparison, resources: Resources) -> dict[str, Any]:
     """What compare.json says; the first keys are what reports read."""
     return {
         "recipe": (comparison.recipe if comparison.language else comparison.probe).model_dump(),
@@ -299,6 +313,6 @@ def _described(comparison: Comparison, threads: int) -> dict[str, Any]:
         "seeds": list(range(comparison.seeds)),
         "tasks": comparison.tasks,
         **surroundings(),
-        "threads": threads,
+        **asdict(resources),
         "comparison": comparison.model_dump(),
     }  # fmt: skip

@@ -1,4 +1,5 @@
-"""One run of a comparison, from the first step to its evaluation. Runs in a process of its own."""
+"""One run of a comparison, from the first step to its evaluation. Runs in a process of its own, or in several ranks:
+all of them train, the first one evaluates and writes."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from ..evaluate.lengths import evaluate_language, validation_loss
 from ..files import damaged, read_json, write_json, write_text
 from ..inspect.figure_data import picture
 from ..tasks import build_task, score
-from ..train.distributed import World, default_device
+from ..train.distributed import World, default_device, first_rank
 from ..train.feed import open_feed
 from ..train.run_directory import read_metrics
 from ..train.saved_model import load_model
 from ..train.trainer import train
-from .budgets import branches
+from .budgets import Branch, branches
 from .comparison import AGAIN, EVALUATION, PICTURE, Comparison, Job, trials_of
 
 #: tokens of the validation text that an encoding's picture is drawn on
@@ -42,29 +43,36 @@ def run_job(job: Job, comparison: Comparison, root: Path) -> int:
     try:
         outcome = train(config, directory, resume=True, quiet=True)
     except Diverged as problem:
-        _write(directory, result | {"val_loss": None, "scores": [], "task": job.task, "error": str(problem)})
+        if first_rank():
+            _write(
+                directory, result | {"val_loss": None, "scores": [], "task": job.task, "error": str(problem)}
+            )
         return 0
     if outcome.signal:
         return outcome.signal
-    found, stopped = _evaluated(job, directory, config, comparison)
-    if not stopped:
-        _write(directory, result | found)
-    return stopped
+    trained: list[tuple[Branch, str]] = []
+    if job.task is None and job.trial is None:
+        trained, stopped = _train_branches(directory, config, comparison)
+        if stopped:
+            return stopped
+    if first_rank():
+        _write(directory, result | _evaluated(job, directory, config, comparison, trained))
+    return 0
 
 
 def _evaluated(
-    job: Job, directory: Path, config: RunConfig, comparison: Comparison
-) -> tuple[dict[str, Any], int]:
-    """What is measured of a trained run; and the signal that stopped it, or 0."""
+    job: Job, directory: Path, config: RunConfig, comparison: Comparison, trained: list[tuple[Branch, str]]
+) -> dict[str, Any]:
+    """What is measured of a trained run."""
     if job.trial is not None:
-        return {"val_loss": _final_loss(directory, config, comparison)}, 0
+        return {"val_loss": _final_loss(directory, config, comparison)}
     if job.task is not None:
-        return _task_scores(job, comparison, _model(directory)), 0
-    budgets, stopped = _run_branches(directory, config, comparison)
-    if stopped:
-        return {}, stopped
+        return _task_scores(job, comparison, _model(directory))
+    budgets = [_at_budget(branch, problem, directory, config, comparison) for branch, problem in trained]
+    loss = _final_loss(directory, config, comparison)
+    whole = {"tokens": config.tokens_per_step * config.train.steps, "loss": loss}
     found = _language(directory, config, comparison, _model(directory))
-    return {"val_loss": budgets[-1]["loss"], "budgets": budgets, **found}, 0
+    return {"val_loss": loss, "budgets": [*budgets, whole], **found}
 
 
 def _model(directory: Path) -> Any:
@@ -84,23 +92,31 @@ def best_rate(job: Job, comparison: Comparison, root: Path) -> tuple[float | Non
     return (min(scored)[1] if scored else None), tried
 
 
-def _run_branches(
+def _train_branches(
     directory: Path, config: RunConfig, comparison: Comparison
-) -> tuple[list[dict[str, Any]], int]:
-    """The loss at every budget, the run's own last; and the signal that stopped it, or 0."""
-    found: list[dict[str, Any]] = []
+) -> tuple[list[tuple[Branch, str]], int]:
+    """The run of every budget and why it diverged, if it did; and the signal that stopped one, or 0."""
+    trained: list[tuple[Branch, str]] = []
     for branch in branches(config, comparison.budgets):
-        place, entry = branch.directory(directory), {"tokens": branch.tokens}
+        place, problem = branch.directory(directory), ""
         try:
             outcome = train(branch.config, place, resume=True, quiet=True, start=branch.checkpoint(directory))
-        except Diverged as problem:
-            found.append(entry | {"loss": None, "error": str(problem)})
-            continue
-        if outcome.signal:
-            return [], outcome.signal
-        found.append(entry | {"loss": _final_loss(place, config, comparison)})
-    whole = config.tokens_per_step * config.train.steps
-    return [*found, {"tokens": whole, "loss": _final_loss(directory, config, comparison)}], 0
+        except Diverged as diverged:
+            problem = str(diverged)
+        else:
+            if outcome.signal:
+                return [], outcome.signal
+        trained.append((branch, problem))
+    return trained, 0
+
+
+def _at_budget(
+    branch: Branch, problem: str, directory: Path, config: RunConfig, comparison: Comparison
+) -> dict[str, Any]:
+    if problem:
+        return {"tokens": branch.tokens, "loss": None, "error": problem}
+    loss = _final_loss(branch.directory(directory), config, comparison)
+    return {"tokens": branch.tokens, "loss": loss}
 
 
 def _final_loss(directory: Path, config: RunConfig, comparison: Comparison) -> float | None:

@@ -1,4 +1,4 @@
-"""`grape compare`: train every arm for every seed, side by side where cores or GPUs allow, and report.
+"""`grape compare`: train every arm for every seed, side by side on an engine, and report.
 
     compare(load_comparison("demo"), "results/demo")
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Self
 
 from ...encodings.registry import only_here
 from ..errors import LabError
@@ -21,30 +22,39 @@ from ..report import read_results, write_report
 from ..train.distributed import World
 from ..train.feed import open_feed
 from ..train.run_directory import latest_metrics
-from .archive import restore
+from .archive import archived, restore
 from .comparison import (
     AGAIN,
     COMPARISON,
     EVALUATION,
     REPORT,
+    RESTORE,
     RESULTS,
+    Begun,
     Comparison,
     Job,
     check_data,
     jobs,
     join_directory,
     make_directory,
+    read_described,
     trials,
 )
-from .job import finished, run_job
-from .processes import Task, run_side_by_side
+from .engines import Resources, Work, open_engine
+from .job import finished
+from .schedule import run_side_by_side
+from .worker import LOGS, command
 
 
 def compare(
     comparison: Comparison,
     out: str | os.PathLike[str],
     *,
+    on: str = "local",
     side_by_side: int = 0,
+    threads: int | None = None,
+    gpus: int | None = None,
+    slurm: Mapping[str, str] | None = None,
     quiet: bool = False,
     start: Path | None = None,
 ) -> Path:
@@ -52,29 +62,61 @@ def compare(
 
     Args:
         comparison: from `load_comparison`.
-        out: the directory of the results.
-        side_by_side: runs at once; 0 for one on each GPU, or else one on each core.
+        out: the directory of the results, which all machines share.
+        on: where runs are made: "local", "ray", "ray://auto", "ray://HOST:PORT" or "slurm".
+        side_by_side: runs at once; 0 for as many as there are GPUs or cores for, or the engine's own queue.
+        threads: of each run on the CPU; by default those that the comparison was begun with.
+        gpus: of each run, one process each; by default those that the comparison was begun with.
+        slurm: parameters of sbatch.
         quiet: no progress line.
         start: a file of `grape report --jsonl`; the runs in it count as done.
     """
     root = Path(out)
     _check_importable(comparison)
-    places = side_by_side or torch.cuda.device_count() or available_cores()
+    engine = open_engine(on, root / LOGS / "slurm", slurm or {})
+    before = _begun(root, start)
+    if before is not None:
+        threads, gpus = before.threads if threads is None else threads, before.gpus if gpus is None else gpus
+    resources = engine.resources(side_by_side, threads, gpus)
     make_directory(root)
-    with locked(root):
+    with locked(root), engine:
         if start is not None:
-            restore(start, root, comparison, _threads(places))
+            restore(start, root, comparison, resources)
         if (root / COMPARISON).exists():
             read_results([root])  # a damaged file is named before anything runs or is written
-        comparison = join_directory(root, comparison, _threads(places))
+        comparison = join_directory(root, comparison, resources)
         if comparison.language:
             feed = open_feed(comparison.recipe, World())  # prepared once, before many ask for it
             check_data(root, feed.identity)
-        for stage in (trials, jobs):  # a run needs the learning rate that its sweep found
-            missing = [job for job in stage(comparison) if not finished(job, root)]
-            if missing:
-                _run_all(missing, comparison, root, places, quiet)
+        stages = [[job for job in stage(comparison) if not finished(job, root)] for stage in (trials, jobs)]
+        for missing in filter(None, stages):  # a run needs the learning rate that its sweep found
+            with _Watch(missing, comparison, root, quiet) as watch:
+                places = side_by_side or engine.room(resources)
+                run_side_by_side(works(missing, root, resources), engine, places, watch.show)
         return summarise(root, comparison)
+
+
+def _begun(root: Path, start: Path | None) -> Begun | None:
+    """The comparison that is in the directory, or else in the file."""
+    path = root / COMPARISON
+    if path.is_file():
+        return read_described(read_json(path, RESTORE), path, RESTORE)
+    return None if start is None else archived(start)
+
+
+def works(missing: Sequence[Job], root: Path, resources: Resources) -> list[Work]:
+    """The command line of each run."""
+    found = []
+    for job in missing:
+        logs = root.resolve() / LOGS / job.name
+        logs.mkdir(parents=True, exist_ok=True)
+        progress = partial(_step, job, root)
+        found.append(Work(job.name, job.title, command(job, root), logs / "output.txt", resources, progress))
+    return found
+
+
+def _step(job: Job, root: Path) -> object:
+    return latest_metrics(job.directory(root), "train").get("step")
 
 
 def _check_importable(comparison: Comparison) -> None:
@@ -89,15 +131,6 @@ def _check_importable(comparison: Comparison) -> None:
                     )
 
 
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _threads(places: int) -> int:
-    """Threads of one run: fixed for a comparison, because sums depend on them in the last bit."""
-    return max(1, available_cores() // places)
-
-
 def summarise(root: Path, comparison: Comparison) -> Path:
     """results.jsonl and report.html of what is done."""
     lines = []
@@ -107,23 +140,6 @@ def summarise(root: Path, comparison: Comparison) -> Path:
             lines.append(json.dumps({"kind": "language" if job.task is None else "task", **evaluation}))
     write_text(root / RESULTS, "".join(line + "\n" for line in lines))
     return write_report([root], root / REPORT)
-
-
-def _run_all(missing: list[Job], comparison: Comparison, root: Path, places: int, quiet: bool) -> None:
-    watch = _Watch(missing, comparison, root, quiet)
-    tasks = [Task(job.title, _run, (_threads(places), job, comparison, root)) for job in missing]
-    try:
-        run_side_by_side(tasks, places, watch.show)
-    finally:
-        watch.close()
-
-
-def _run(place: int, threads: int, job: Job, comparison: Comparison, root: Path) -> int:
-    """In a process of its own: take one GPU, keep to the threads of one run."""
-    if torch.cuda.is_available():
-        os.environ["LOCAL_RANK"] = str(place % torch.cuda.device_count())
-    torch.set_num_threads(threads)
-    return run_job(job, comparison, root)
 
 
 class _Watch:
@@ -150,5 +166,8 @@ class _Watch:
         steps, active = self._look()
         self.line.tell(steps, f"{ended}/{len(self.missing)} done  {', '.join(active[:2])}")
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.line.close()

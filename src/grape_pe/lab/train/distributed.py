@@ -119,6 +119,11 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def first_rank() -> bool:
+    """Whether this is the process that writes, also while ranks are not connected."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def world(out: Path) -> Iterator[World]:
     """Join the other processes if `torchrun` started several; one process needs nothing.
