@@ -47,7 +47,7 @@ def offered(extra: str) -> set[str]:
     names = {"torch", "triton"}  # whoever has a torch for GPUs has its triton
     for line in DECLARED["optional-dependencies"][extra]:
         name, inner = re.match(r"([\w-]+)(?:\[(.*?)\])?", line).groups()
-        for each in inner.split(",") if inner else ():
+        for each in inner.split(",") if inner and name == "grape-pe" else ():
             names |= offered(each)
         names.add({"pyyaml": "yaml"}.get(name.lower(), name.lower().replace("-", "_")))
     return names

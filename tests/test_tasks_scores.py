@@ -138,7 +138,7 @@ def test_a_model_that_learned_the_task_is_recognised():
     model = tiny(4, kv_shift=True)
     before = score(model, task, samples=50, lengths=[3])[0]
     batches, adam = TaskBatches(task, 32), torch.optim.AdamW(model.parameters(), 5e-3)
-    for step in range(100):
+    for step in range(200):
         batch = batches.batch(step, range(32))
         adam.zero_grad()
         model(batch.tokens, targets=batch.targets).backward()

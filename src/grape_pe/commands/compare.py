@@ -20,34 +20,33 @@ EXAMPLE = "grape compare small --encodings rope,fox,grape-ap,grape-ap+kv --seeds
 
 def add_parsers(commands: Commands) -> None:
     about = (
-        "Train each encoding with each seed under one recipe, evaluate, and write a report. To continue after a\n"
-        "stop, or to add encodings or seeds, run the command again with the same --out.\n\n"
+        "Train each encoding with each seed, evaluate, and write a report. To continue after a stop, or to add\n"
+        "encodings or seeds, run the command again with the same --out.\n\n"
         "WHAT is demo, small, small-kv, extrapolation, flip-flop, mqar, probes, or a YAML file. Settings of its\n"
-        "recipe are options, as in grape train (--train.steps 500); settings of its probes begin with probe.\n"
-        "(--probe.train.steps 500), except where only probes are trained.\n\n"
-        "An encoding can have options in brackets, and +kv for KV-shift: 'fox[forget_bias=4]+kv'."
+        "recipe are options, as in grape train (--train.steps 500); those of probes begin with --probe.\n"
     )
     parser = add_command(commands, "compare", run_compare, "compare encodings", EXAMPLE, about)
+    parser.usage = "grape compare WHAT [--encodings NAMES] [--seeds N] [--out DIR] [options]"
     parser.add_argument("comparison", metavar="WHAT", help="a shipped comparison or a file")
     parser.add_argument(
         "--encodings",
         metavar="NAMES",
-        help="separated by commas, such as 'rope,fox[forget_bias=4]+kv' (default: those of WHAT)",
+        help="such as 'rope,fox[forget_bias=4]+kv'; +kv adds KV-shift",
     )
-    parser.add_argument("--seeds", type=positive, metavar="N", help="number of seeds (default: that of WHAT)")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="number of seeds")
     parser.add_argument("--tasks", metavar="NAMES", help="probes, separated by commas, or none")
     parser.add_argument(
-        "--budgets", metavar="N,N", help="measure the loss after these numbers of tokens too, or none"
+        "--budgets", metavar="N,N", help="also measure the loss after so many tokens, or none"
     )
     parser.add_argument(
         "--sweep",
         metavar="train.lr=A,B",
-        help="learning rates to try on seed 0; each encoding keeps its best",
+        help="rates to try on seed 0; each encoding keeps its best",
     )
-    parser.add_argument("--out", metavar="DIR", help="directory of the results (default: results/WHAT)")
+    parser.add_argument("--out", metavar="DIR", help="results (default: results/WHAT)")
     parser.add_argument(
         "--from", dest="start", type=Path, metavar="FILE",
-        help="continue from a file of grape report --jsonl: its runs count as finished",
+        help="continue from a file of grape report --jsonl",
     )  # fmt: skip
     _add_engine(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress line")
@@ -58,23 +57,23 @@ def add_parsers(commands: Commands) -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on", default="local", metavar="ENGINE",
-        help="where runs are made: local (default), ray, ray://HOST:PORT, slurm",
+        help="local (default), ray, ray://HOST:PORT or slurm",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=positive, default=0, metavar="N",
-        help="parallel runs (default: one per GPU or core; on ray and slurm what they have room for)",
+        help="parallel runs (default: as many as there is room for)",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=positive, metavar="N",
-        help="CPU threads of a run (default: as the comparison was begun; cores by --jobs; 1 on ray and slurm)",
+        help="CPU threads of a run (default: cores / --jobs; 1 on a cluster)",
     )  # fmt: skip
     parser.add_argument(
         "--gpus-per-job", type=natural, metavar="N",
-        help="GPUs of a run; 2 or more train it under torchrun (default: 1 if this machine has any)",
+        help="GPUs of a run (default: 1 if there is one)",
     )  # fmt: skip
     parser.add_argument(
         "--slurm", action="append", default=[], metavar="KEY=VALUE",
-        help="a parameter of sbatch, such as time=4:00:00 (needed), partition=gpu or gres=gpu:a100:1",
+        help="sbatch parameter; time=4:00:00 or the like is needed",
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def attend_rows(
         key_bound = key_bound.to(torch.float32).contiguous()
         bound_address = key_bound.data_ptr()
     out = q.new_empty((batch, heads, queries, v.shape[-1]), dtype=torch.float32)
-    read = torch.empty(batch * kv_heads, dtype=torch.int64)
+    read = torch.empty(batch * kv_heads, dtype=torch.int64, device=q.device)
     sizes = batch, heads, kv_heads, queries, keys, width, v.shape[-1], torch.get_num_threads()
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *row_strides
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), row_address, bound_address
