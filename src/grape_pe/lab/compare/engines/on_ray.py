@@ -34,9 +34,8 @@ class OnRay(Remote):
         try:
             self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except (ConnectionError, RuntimeError, ValueError) as problem:
-            raise LabError(
-                f"cannot connect to Ray at {address or 'this machine'}: {' '.join(str(problem).split())}"
-            ) from None
+            reason = str(problem).strip().rpartition("\n")[2]  # what comes before may be a traceback of the server
+            raise LabError(f"cannot connect to Ray at {address or 'this machine'}: {reason}") from None
         self.ray.cloudpickle.register_pickle_by_value(launch)  # so that Ray's workers import nothing of ours
         self.task = self.ray.remote(max_retries=0)(launch.run)
         return self
