@@ -22,7 +22,7 @@ def main() -> None:
         num_attention_heads=4,
         encoding="grape-m-basis",
         shared_encoding=True,  # stock RoPE has one spectrum for the whole model
-        qk_norm=False,  # a basis folds into the projections only where no norm stands between
+        qk_norm=False,  # a norm between projection and rotation would prevent folding the basis into the projection
     )
     model = GrapeForCausalLM(config).eval()
     with torch.no_grad():  # as if trained: other frequencies, another basis
@@ -32,9 +32,9 @@ def main() -> None:
     tokens = torch.randint(0, 256, (2, 64))
     with tempfile.TemporaryDirectory() as directory, torch.no_grad():
         export(model, directory)
-        said = json.loads(Path(directory, "config.json").read_text())
+        written = json.loads(Path(directory, "config.json").read_text())
         stock = LlamaForCausalLM.from_pretrained(directory)
-        print(f"written: {said['architectures'][0]}, rope_type {said['rope_parameters']['rope_type']}")
+        print(f"written: {written['architectures'][0]}, rope_type {written['rope_parameters']['rope_type']}")
         print(f"logits differ by {(stock(tokens).logits - model(tokens).logits).abs().max():.1e}")
 
     try:

@@ -1,4 +1,4 @@
-"""Measure the relative law instead of believing it: how much do scores move when positions shift?"""
+"""Measure the relative law of every encoding: how much do scores change when all positions are shifted?"""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""A tiny GPT with `grape.Attention` in the place of its attention and no table of position embeddings.
+"""A tiny GPT that uses `grape.Attention` and has no position embeddings.
 
-Needs torch only. It trains for a few seconds on the source of a Python module, byte by byte, then generates with
-one cache for each layer.
+Needs torch only. It trains for a few seconds on the source of a Python module, byte by byte, and then generates
+text with one cache per layer.
 """
 
 import argparse

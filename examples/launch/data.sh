@@ -2,7 +2,7 @@
 # FineWeb-Edu prepared by 16 machines, and joined on shared storage:
 #   sbatch --array=1-16 examples/launch/data.sh /shared/data/fineweb-edu-100B
 #   examples/launch/data.sh /shared/data/fineweb-edu-100B join
-# A part that was killed goes on when its task is submitted again.
+# If a part is killed, submit its task again; it continues.
 #SBATCH --job-name=grape-data --cpus-per-task=64 --time=24:00:00 --requeue --open-mode=append
 set -eu
 OUT=$1 PARTS=16
