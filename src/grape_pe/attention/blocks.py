@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..bias import Bias
+from ..bias.base import check_tile
 from ..precision import readable
 from .masks import Masks, finite_tokens
 from .pruning import Prune
@@ -42,7 +43,9 @@ def attend_blocks(
         else:
             logits = scale * (q[:, :, rows] @ k[:, :, cols].mT)
             extra = bias.tile(rows, cols)
-            logits = logits if extra is None else logits + extra.to(working)
+            if extra is not None:
+                check_tile(extra, logits.shape, q.device)
+                logits = logits + extra.to(working)
         if not finite:
             logits = logits.where(sound_q[:, :, rows] & sound_k[:, :, cols].mT, float("nan"))
         weights, lse = _softmax(logits, masks, rows, cols)

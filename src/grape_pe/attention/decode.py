@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..bias import Bias
+from ..bias.base import check_tile
 from ..precision import readable, working_dtype
 from .cpu import decode as compiled
 from .masks import Masks, finite_tokens
@@ -84,6 +85,7 @@ def _rows(q: Tensor, k: Tensor, bias: Bias, masks: Masks) -> tuple[Tensor | None
     every = slice(0, q.shape[2]), slice(0, k.shape[2])
     tile = bias.row(k.shape[2]) if q.shape[2] == 1 else bias.tile(*every)
     if tile is not None:
+        check_tile(tile, (*q.shape[:3], k.shape[2]), q.device)
         tile = tile.to(working_dtype(q.dtype))
     if masks.plain and (q.shape[2] == 1 or not masks.causal):
         return tile, None

@@ -136,7 +136,10 @@ class AttentionProblem:
 
     def packed(self) -> tuple[list[Tensor | None], list[float]]:
         """The problem as arguments of the op: its tensors and its numbers."""
-        return [getattr(self, name) for name in TENSORS], [float(getattr(self, name)) for name in NUMBERS]
+        tensors = [getattr(self, name) for name in TENSORS]
+        # kernels read addresses, which do not tell that a negation is left to be done on reading
+        tensors = [x.resolve_neg() if x is not None and x.is_neg() else x for x in tensors]
+        return tensors, [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
     def unpacked(cls, tensors: Packed, numbers: list[float]) -> Self:
@@ -280,8 +283,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once: gradient checkpointing allows no second time
         tensors, results = saved[: len(TENSORS)], saved[len(TENSORS) :]
-        if d_out is None:
-            d_out = torch.zeros_like(results[0])
+        d_out = torch.zeros_like(results[0]) if d_out is None else d_out.resolve_neg()
+        d_lse = None if d_lse is None else d_lse.resolve_neg()
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
         arguments = (ctx.kernel, tensors, ctx.numbers, wanted, d_out, d_lse, results)
         found: Sequence[Tensor] = _below_autograd(attention_backward, *arguments)

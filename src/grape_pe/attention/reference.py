@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bias import Bias
+from ..bias.base import check_tile
 from .masks import Masks, finite_tokens
 from .pruning import Prune
 
@@ -29,6 +30,7 @@ def attend_reference(
     logits = scale * (q @ k.mT)
     extra = bias.tile(rows, cols)
     if extra is not None:
+        check_tile(extra, logits.shape, q.device)
         logits = logits + extra.to(working)
     hidden = ~masks.tile(rows, cols)
     logits = logits.where(sound_q & sound_k.mT, float("nan")).masked_fill(hidden, float("-inf"))

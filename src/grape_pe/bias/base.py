@@ -150,6 +150,19 @@ def check_tensor(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
         raise ValueError(f"{name} of the bias must be of shape ({wanted}), got {tuple(tensor.shape)}")
 
 
+def check_tile(tile: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """A tile must broadcast to the logits (B, H, rows, cols) it is added to."""
+    fits = tile.dim() == 4
+    for n, size in zip(tile.shape, shape, strict=False):
+        fits = fits and (n == 1 or n == size)
+    if not fits:
+        raise ValueError(
+            f"the bias must broadcast to (B, H, Tq, Tk) = {tuple(shape)}, but its shape is {tuple(tile.shape)}"
+        )
+    if tile.device != device:
+        raise ValueError(f"the bias is computed on {tile.device} but q is on {device}; move one of them")
+
+
 def check_tail(what: str, part: slice, length: int | None) -> None:
     if length is not None and (part.stop not in (None, length) or part.step not in (None, 1)):
         raise ValueError(

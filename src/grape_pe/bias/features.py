@@ -45,14 +45,20 @@ class _Features(Bias):
         return [(x.shape[1],), tokens, *((size,) for size in x.shape[3:])]
 
     def _checked(self, tile: Tensor, rows: slice, cols: slice) -> Tensor:
-        for size, part in zip(tile.shape[-2:], (rows, cols), strict=False):
-            if tile.dim() > 4 or not (size == 1 or size == part.stop - part.start):
-                raise ValueError(
-                    f"the function of a {type(self).__name__} must return (B|1, H|1, {rows.stop - rows.start}, "
-                    f"{cols.stop - cols.start}) for the queries {rows.start}:{rows.stop} and the keys "
-                    f"{cols.start}:{cols.stop}, got {tuple(tile.shape)}"
-                )
-        return tile
+        """What the function returned, with four axes."""
+        if isinstance(tile, Tensor) and not tile.is_complex():
+            four = tile[(None,) * (4 - tile.dim())]
+            want = rows.stop - rows.start, cols.stop - cols.start
+            if four.dim() == 4 and all(
+                size == 1 or size == n for size, n in zip(four.shape[2:], want, strict=True)
+            ):
+                return four
+        got = f"{tile.dtype} {tuple(tile.shape)}" if isinstance(tile, Tensor) else type(tile).__name__
+        raise ValueError(
+            f"the function of a {type(self).__name__} must return numbers (B|1, H|1, {rows.stop - rows.start}, "
+            f"{cols.stop - cols.start}) for the queries {rows.start}:{rows.stop} and the keys "
+            f"{cols.start}:{cols.stop}, got {got}"
+        )
 
     def query_tensors(self) -> dict[str, Tensor]:
         return {f"query.{name}": tensor for name, tensor in self.query.items()}
@@ -161,6 +167,6 @@ class ScoreBias(_Features):
         query = {name: of_rows(x, rows).unsqueeze(-1) for name, x in self.query.items()}
         key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
         tile = torch.as_tensor(self.function(t, j, query, key), device=device)
-        return self._checked(tile[(None,) * (4 - tile.dim())], rows, cols).expand(
+        return self._checked(tile, rows, cols).expand(
             -1, -1, t.shape[2], j.shape[3]
         )

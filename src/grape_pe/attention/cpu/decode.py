@@ -28,23 +28,24 @@ def attend_rows(
 ) -> tuple[Tensor, bool, int]:
     """Attention with these rows added to the logits: (output in float32, whether it is sound, keys read).
 
-    `rows` is (B|1, H|1, Tq, Tk), -inf where a key is hidden. It is sound if every number is finite and
+    `rows` broadcasts to (B, H, Tq, Tk), -inf where a key is hidden. It is sound if every number is finite and
     every query sees a key. With a `key_bound` keys further than `tau` below a row's own are not read.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(_adjacent, (q, k, v))
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
+    _check("k", k, q.dtype, (batch, kv_heads, keys, width))
+    _check("v", v, q.dtype, (batch, kv_heads, keys, v.shape[-1]))
     row_strides: tuple[int, ...] = (0, 0, 0)
     row_address = bound_address = 0
     if rows is not None:
-        rows = rows.to(torch.float32)
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        shared = rows.shape[0] == 1, rows.shape[1] == 1, False
-        row_strides = tuple(0 if one else s for one, s in zip(shared, rows.stride()[:3], strict=True))
-        row_address = rows.data_ptr()
+        rows = _adjacent(rows.to(torch.float32).expand(batch, heads, queries, keys))
+        _check("rows", rows, torch.float32, (batch, heads, queries, keys))
+        row_strides, row_address = rows.stride()[:3], rows.data_ptr()
     if rows is None or key_bound is None:
         tau = -1.0
     else:
         key_bound = key_bound.to(torch.float32).contiguous()
+        _check("key_bound", key_bound, torch.float32, (batch, kv_heads))
         bound_address = key_bound.data_ptr()
     out = q.new_empty((batch, heads, queries, v.shape[-1]), dtype=torch.float32)
     read = torch.empty(batch * kv_heads, dtype=torch.int64, device=q.device)
@@ -54,3 +55,17 @@ def attend_rows(
     numbers = ctypes.c_float(scale).value, tau  # infinite beyond float32, for which `pack` raises
     problem = PROBLEM.pack(*sizes, *strides, *numbers, *addresses, out.data_ptr(), read.data_ptr())
     return out, bool(build.run("grape_decode", problem, BYTES[q.dtype])), int(read.sum())
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """With adjacent features, and no negation left to be done on reading, which an address does not tell."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
+
+
+def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The kernel reads addresses: whatever is not exactly as it expects must not reach it."""
+    if x.dtype != dtype or x.shape != shape or not x.is_cpu:
+        raise ValueError(
+            f"the CPU decode kernel reads {name} as {dtype} of shape {shape}, got {x.dtype} of shape "
+            f"{tuple(x.shape)} on {x.device}"
+        )
