@@ -79,12 +79,17 @@ def test_a_tensor_elsewhere_is_refused(name):
     ("options", "error", "reason"),
     [
         ({"window": 2.5}, ValueError, "integer of at least 1"),
-        ({"scale": torch.ones(())}, TypeError, "multiply q by it"),
+        ({"scale": torch.ones(())}, TypeError, "scale must be a number, got Tensor; multiply q"),
+        ({"scale": "0.1"}, TypeError, "scale must be a number, got str"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+        ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+        ({"causal": torch.ones(T, T)}, TypeError, "causal must be True or False, got Tensor"),
+        ({"causal": "no"}, TypeError, "causal must be True or False, got str"),
         ({"prune": [1]}, ValueError, "positive distance"),
         ({"documents": torch.zeros(T, dtype=torch.complex64)}, ValueError, "integer ids"),
         ({"documents": torch.zeros(T, dtype=torch.uint64)}, ValueError, "integer ids"),
     ],
-    ids=("window", "scale", "prune", "complex ids", "uint64 ids"),
+    ids=str,
 )
 def test_options_of_the_wrong_kind_are_refused(options, error, reason):
     with pytest.raises(error, match=reason):
@@ -95,6 +100,39 @@ def test_what_is_no_tensor_is_refused():
     q, k, _ = qkv()
     with pytest.raises(TypeError, match=r"v must be a torch.Tensor, got list"):
         attend(q, k, [1.0])
+
+
+@pytest.mark.parametrize("impl", ("cpu", "decode", "blocks", "sdpa"))
+@pytest.mark.parametrize("name", ("q", "k", "v", "bias"))
+def test_a_negation_left_to_do_is_done(impl, name):
+    """Such as the imaginary part of a conjugate: its memory holds the numbers before the negation."""
+    if impl == "cpu" and not native.available():
+        pytest.skip(str(native.why_not()))
+    if (impl, name) == ("sdpa", "bias"):
+        pytest.skip("it takes no bias")
+    queries = 3 if impl == "decode" else T
+    q, k, v = qkv()
+    given = {"q": q[:, :, -queries:], "k": k, "v": v}
+    rate = torch.full((1, HEADS, 1), 0.5)
+
+    def attended(change, impl: str) -> Tensor:
+        bias = SlopeBias((SlopeTerm(position()[..., -queries:], position(), rate),))
+        if name == "bias":
+            bias = bias.replaced({"0.rate_q": change(rate)})
+        each = [change(x) if name == which else x for which, x in given.items()]
+        return attend(*each, bias=None if impl == "sdpa" else bias, impl=impl)
+
+    negated = attended(lambda x: torch._neg_view(-x), impl)
+    assert torch.equal(negated, attended(lambda x: x, impl))
+
+
+def test_a_gradient_with_a_negation_left_to_do():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    y = attend(q, k, v, bias=slope())
+    weight = tokens(*y.shape, seed=9)
+    want = torch.autograd.grad(y, (q, k, v), weight, retain_graph=True)
+    for a, b in zip(torch.autograd.grad(y, (q, k, v), torch._neg_view(-weight)), want, strict=True):
+        assert torch.equal(a, b)
 
 
 def close(got: Tensor, want: Tensor) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from grape_pe.attention import attend, key_bound, record_pruning
 from grape_pe.attention.cpu import build
-from grape_pe.bias import SlopeBias, SlopeTerm
+from grape_pe.attention.cpu.decode import attend_rows
+from grape_pe.bias import SlopeBias, SlopeTerm, TileBias
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="there is no compiled kernel")
 
@@ -124,3 +125,68 @@ def test_without_a_compiler_torch_does_the_same(monkeypatch, dtype):
     monkeypatch.setenv("GRAPE_PE_NATIVE", "0")
     theirs = attend(q, k, v, bias=slopes(8, 2, 300), impl="decode")
     assert error(theirs, ours.double()) < (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
+ROWS = torch.randn(2, 4, 3, 600, generator=torch.Generator().manual_seed(1))
+#: what a function of one's own may return: (B, H, Tq, Tk) or whatever broadcasts to it
+FIT = {
+    "one row for all queries": ROWS[:, :, :1].contiguous(),
+    "one number for all keys": ROWS[..., :1].contiguous(),
+    "one number": ROWS[0, 0, 0, 0],
+    "queries and keys only": ROWS[0, 0],
+    "no batch": ROWS[0],
+    "one head": ROWS[:, :1],
+    "expanded over queries": ROWS[:, :, :1].expand(-1, -1, 3, -1),
+    "expanded over keys": ROWS[..., :1].expand(-1, -1, -1, 600),
+    "every other number": torch.cat([ROWS, ROWS], -1).reshape(2, 4, 3, 600, 2)[..., 0],
+    "keys before queries": ROWS.mT.contiguous().mT,
+    "float64": ROWS.double(),
+    "integers": ROWS.long(),
+    "a negation left to do": torch._neg_view(ROWS),
+}
+UNFIT = {
+    "three heads of four": (ROWS[:, :3], "must broadcast to"),
+    "more heads": (torch.cat([ROWS, ROWS], 1), "must broadcast to"),
+    "another batch": (torch.cat([ROWS, ROWS], 0), "must broadcast to"),
+    "fewer keys": (ROWS[..., :500], "must return"),
+    "fewer queries": (ROWS[:, :, :2], "must return"),
+    "five axes": (ROWS[None], "must return"),
+    "complex": (ROWS + 0j, r"must return .* got torch.complex64"),
+    "nothing": (None, "must return .* got NoneType"),
+    "a float": (1.0, "must return .* got float"),
+    "on another device": (ROWS.to("meta"), "computed on meta but q is on cpu"),
+}
+
+
+def own(tile) -> TileBias:
+    return TileBias(lambda *_: tile, {"x": torch.zeros(1, 1, 3)}, {"x": torch.zeros(1, 1, 600)})
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_a_tile_of_ones_own_is_read_as_it_broadcasts(name):
+    q, k, v = drawn((2, 4, 2, 3, 600, 16, 16))
+    exact = attend(*(x.double() for x in (q, k, v)), bias=own(FIT[name]), causal=False, impl="reference")
+    assert error(attend(q, k, v, bias=own(FIT[name]), causal=False, impl="decode"), exact) < 1e-6
+
+
+@pytest.mark.parametrize("impl", ("decode", "reference", "blocks"))
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_tile_of_ones_own_that_does_not_fit_is_refused(name, impl):
+    q, k, v = drawn((2, 4, 2, 3, 600, 16, 16))
+    tile, words = UNFIT[name]
+    with pytest.raises(ValueError, match=words):
+        attend(q, k, v, bias=own(tile), causal=False, impl=impl)
+
+
+def test_the_kernel_reads_nothing_of_another_kind():
+    """What comes past `attend`, from a cache."""
+    q, k, v = drawn((2, 4, 2, 1, 90, 16, 16))
+    wrong = (v.double(), v[:, :1], v[:1], v[:, :, :80], v.to("meta"))
+    for values in wrong:
+        with pytest.raises(ValueError, match="the CPU decode kernel reads v as"):
+            attend_rows(q, k, values, None, 0.25, -1.0, None)
+    for keys in (k.double(), k[..., :8]):
+        with pytest.raises(ValueError, match="the CPU decode kernel reads k as"):
+            attend_rows(q, keys, v, None, 0.25, -1.0, None)
+    with pytest.raises(ValueError, match="the CPU decode kernel reads key_bound as"):
+        attend_rows(q, k, v, torch.zeros(1, 1, 1, 90), 0.25, 1.0, torch.ones(2, 1))

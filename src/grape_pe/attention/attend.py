@@ -21,7 +21,7 @@ from .decode import attend_decode, why_not_decode
 from .flex import attend_flex, why_not_flex
 from .gpu.api import attend_triton, why_not_triton
 from .gpu.verdict import why_not_trusted
-from .masks import Masks, check_devices
+from .masks import Masks, check_devices, checked_scale
 from .problem import bias_kind
 from .pruning import Prune, as_number
 from .reference import attend_reference
@@ -163,7 +163,7 @@ def attend(
     A query that holds a NaN or an infinity makes its own row NaN; a key or value makes the rows of all queries that
     see it NaN. Hidden ones have no effect. There is no second derivative, except by impl="reference" and "blocks".
     """
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     masks = Masks.checked(q, k, causal, window, documents, cu_seqlens, key_padding, sinks, key_bound)
     bias = NO_BIAS if bias is None else bias
     if not isinstance(bias, Bias):
@@ -176,18 +176,17 @@ def attend(
     tensors = bias.tensors()
     check_devices(q, tensors, " of the bias")
     as_number(prune)
-    if isinstance(scale, Tensor):
-        raise TypeError("scale must be a number, got a Tensor; multiply q by it instead")
     if impl != "auto" and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(['auto', *IMPLEMENTATIONS])}; got {impl!r}")
     if q.shape[-1] == 0:  # all logits are zero, or the bias: as with one feature that is zero
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = checked_scale(scale, q.shape[-1])
     inputs = q, k, v, bias.at_scale(scale), masks
     return Call(inputs, scale, prune, impl, return_lse, *_surroundings(q, k, v, *tensors.values()))
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless these are queries, keys and values that belong together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

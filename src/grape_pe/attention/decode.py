@@ -14,7 +14,7 @@ from ..bias import Bias
 from ..bias.base import check_tile
 from ..precision import readable, working_dtype
 from .cpu import decode as compiled
-from .masks import Masks, finite_tokens
+from .masks import Masks, checked_scale, finite_tokens
 from .pruning import AUTO, Prune, as_number, count, nats
 from .sdpa import sdpa
 
@@ -72,7 +72,7 @@ def attend_step(
 
     `documents` is (B|1, Tk); the rest is as for `attend`.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = checked_scale(scale, q.shape[-1])
     masks = Masks(1, k.shape[2], q.device, True, None, documents, key_padding, 0, key_bound)
     return attend_decode(q, k, v, bias.at_scale(scale), masks, scale, "auto")[0]
 

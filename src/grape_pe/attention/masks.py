@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class Masks:
             what = "causal attention" if causal else "attention over documents"
             raise ValueError(f"{what} needs at least as many keys as queries, got {length} and {q.shape[2]}")
         check_window(window, sinks)
+        if not isinstance(causal, (bool, int)):
+            raise TypeError(f"causal must be True or False, got {type(causal).__name__}")
         window = None if window is None else min(window, 1 << 40)  # positions are added to it, in 64 bits
         if documents is not None:
             documents = _ids(documents, batch, length)
@@ -138,6 +141,17 @@ def check_window(window: Any, sinks: Any) -> None:
         raise ValueError(f"sinks must be a number of first tokens, an integer of at least 0; got {sinks!r}")
     if sinks and window is None:
         raise ValueError(f"sinks={sinks} keeps the first tokens visible outside a window; set window as well")
+
+
+def checked_scale(scale: Any, width: int) -> float:
+    """The scale as a finite number; by default 1/sqrt(D)."""
+    if scale is None:
+        return width**-0.5
+    if not isinstance(scale, Real) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}; multiply q by a tensor instead")
+    if scale - scale != 0:  # NaN for an infinity
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
 
 
 def _ids(documents: Tensor, batch: int, length: int) -> Tensor:

@@ -136,10 +136,7 @@ class AttentionProblem:
 
     def packed(self) -> tuple[list[Tensor | None], list[float]]:
         """The problem as arguments of the op: its tensors and its numbers."""
-        tensors = [getattr(self, name) for name in TENSORS]
-        # kernels read addresses, which do not tell that a negation is left to be done on reading
-        tensors = [x.resolve_neg() if x is not None and x.is_neg() else x for x in tensors]
-        return tensors, [float(getattr(self, name)) for name in NUMBERS]
+        return [getattr(self, name) for name in TENSORS], [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
     def unpacked(cls, tensors: Packed, numbers: list[float]) -> Self:
@@ -229,9 +226,15 @@ def _launch(kernel: str) -> Any:
     return importlib.import_module(LAUNCH[kernel], __package__)
 
 
+def _resolved(tensors: Packed) -> list[Tensor | None]:
+    """Kernels read addresses, which do not tell that a negation is left to be done on reading."""
+    return [None if x is None else x.resolve_neg() for x in tensors]
+
+
 def _forward(kernel: str, tensors: Packed, numbers: list[float]) -> list[Tensor]:
     """[out, lse, work, *saved]: see the top of this file."""
-    out, lse, work, saved = _launch(kernel).forward(AttentionProblem.unpacked(tensors, numbers))
+    problem = AttentionProblem.unpacked(_resolved(tensors), numbers)
+    out, lse, work, saved = _launch(kernel).forward(problem)
     return [out, lse, work, *saved]
 
 
@@ -244,11 +247,17 @@ def _fake_forward(kernel: str, tensors: Packed, numbers: list[float]) -> list[Te
 
 
 def _backward(
-    kernel: str, tensors: Packed, numbers: list[float], wanted: list[int], *rest: Any
+    kernel: str,
+    tensors: Packed,
+    numbers: list[float],
+    wanted: list[int],
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    results: list[Tensor],
 ) -> list[Tensor]:
-    """Gradients of the tensors numbered in `wanted`; `rest` is d_out, d_lse and the results of the forward."""
-    names = [TENSORS[i] for i in wanted]
-    grads = _launch(kernel).backward(AttentionProblem.unpacked(tensors, numbers), names, *rest)
+    """Gradients of the tensors numbered in `wanted`, from those of the results of the forward."""
+    names, problem = [TENSORS[i] for i in wanted], AttentionProblem.unpacked(_resolved(tensors), numbers)
+    grads = _launch(kernel).backward(problem, names, *_resolved([d_out, d_lse]), results)
     return [grads[name] for name in names]
 
 
@@ -283,8 +292,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once: gradient checkpointing allows no second time
         tensors, results = saved[: len(TENSORS)], saved[len(TENSORS) :]
-        d_out = torch.zeros_like(results[0]) if d_out is None else d_out.resolve_neg()
-        d_lse = None if d_lse is None else d_lse.resolve_neg()
+        if d_out is None:
+            d_out = torch.zeros_like(results[0])
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
         arguments = (ctx.kernel, tensors, ctx.numbers, wanted, d_out, d_lse, results)
         found: Sequence[Tensor] = _below_autograd(attention_backward, *arguments)

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..precision import without_autocast, working_dtype
+from ..precision import exact_dtype, without_autocast, working_dtype
 from .base import Bias, check_tensor, of_rows
 
 ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
@@ -166,7 +166,7 @@ class ScoreBias(_Features):
         j = torch.arange(cols.start, cols.stop, device=device).view(1, 1, 1, -1)
         query = {name: of_rows(x, rows).unsqueeze(-1) for name, x in self.query.items()}
         key = {name: x[:, :, cols].unsqueeze(-2) for name, x in self.key.items()}
-        tile = torch.as_tensor(self.function(t, j, query, key), device=device)
-        return self._checked(tile, rows, cols).expand(
-            -1, -1, t.shape[2], j.shape[3]
-        )
+        tile = self.function(t, j, query, key)
+        if isinstance(tile, (int, float)):
+            tile = torch.full((), tile, dtype=exact_dtype(device), device=device)
+        return self._checked(tile, rows, cols).expand(-1, -1, t.shape[2], j.shape[3])
