@@ -1,4 +1,5 @@
 """A hook of mkdocs: formulas become MathML while the site is built, so that pages show them without scripts.
+Numbers like `2.19 ± 0.01` are kept on one line.
 
 arithmatex marks formulas in the HTML of a page; here each is converted. `\\tag{M3}` puts the label at the
 right-hand edge and gives the formula the address `#eq-m3`.
@@ -19,6 +20,7 @@ TAG = re.compile(r"\\tag\{(\w+)\}")
 SPACES = {"negativethinmathspace": "-0.167em"}
 FRAKTUR = {letter: f"&#x{0x1D51E + index:X};" for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
 WORD = re.compile(r'<mrow>((?:<mi mathvariant="normal">[A-Za-z]</mi>){2,})</mrow>')
+RANGE = re.compile(r"(?<=\d) (±|…) (?=[+-]?\d)")
 NOT_CONVERTED = re.compile(r"<m[ion][^>]*>\\[^<]*</m[ion]>")
 
 
@@ -28,6 +30,7 @@ class FormulaError(ValueError):
 
 def on_page_content(content: str, **_: Any) -> str:
     """Called by mkdocs with the HTML of each page."""
+    content = RANGE.sub("\u00a0\\1\u00a0", content)
     content = BLOCK.sub(lambda found: display(html.unescape(found[1])), content)
     return INLINE.sub(lambda found: mathml(html.unescape(found[1])), content)
 
