@@ -203,7 +203,7 @@ def test_bad_adapter_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="save_adapter"):
         load_adapter(pretrained(), tmp_path / "none")
     path = save_adapter(adapt(pretrained("llama"), "grape-m"), tmp_path / "b.safetensors")
-    with pytest.raises(ValueError, match="made for a llama model"):
+    with pytest.raises(ValueError, match="adapter is for a llama model"):
         load_adapter(pretrained("qwen3"), path)
     other = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 1}))
     with pytest.raises(ValueError, match="does not fit"):

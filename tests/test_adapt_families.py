@@ -152,23 +152,23 @@ def test_exported_again(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["SmolLM3", "Gemma3"])
 def test_layers_that_differ_cannot_share(case, tmp_path):
-    with pytest.raises(ValueError, match="shared=True: the layers of this"):
+    with pytest.raises(ValueError, match="shared=True needs layers with equal RoPE"):
         adapt(stock(case), "grape-m", shared=True)
-    with pytest.raises(ValueError, match="one spectrum"):
+    with pytest.raises(ValueError, match="same frequencies in all layers"):
         export(stir(adapt(stock(case), "grape-m")), tmp_path)
 
 
 def test_what_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.0.*does not cap"):
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.0.*is not supported"):
         adapt(stock("Gemma2", attn_logit_softcapping=50.0), "rope+fox")
     with pytest.raises(ValueError, match="use_bidirectional_attention=True"):
         adapt(stock("Gemma2", use_bidirectional_attention=True), "rope+fox")
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         adapt(stock("GPTNeoX", attention_dropout=0.1), "rope+fox")
     long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    with pytest.raises(ValueError, match="rope_type 'longrope' changes"):
+    with pytest.raises(ValueError, match="rope_type 'longrope' is not supported"):
         adapt(stock("Phi3", rope_parameters=long), "rope+fox")
-    with pytest.raises(ValueError, match="rope_type 'dynamic' changes"):
+    with pytest.raises(ValueError, match="rope_type 'dynamic' is not supported"):
         adapt(
             stock("Olmo2", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             "grape-m",

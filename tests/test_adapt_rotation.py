@@ -72,7 +72,7 @@ def test_scaling_of_partial_rope(tmp_path):
 
 
 def test_scaling_refusals():
-    with pytest.raises(ValueError, match="rope_parameters are of type 'yarn' and are kept"):
+    with pytest.raises(ValueError, match="type 'default', but those of the model have type 'yarn'"):
         adapt(stock("Llama-yarn"), "rope+fox", scaling=YARN)
     with pytest.raises(ValueError, match='"dynamic" changes the frequencies'):
         adapt(stock("Llama"), "rope+fox", scaling={"type": "dynamic", "factor": 2.0})
@@ -154,7 +154,7 @@ def test_half_faded_models_are_exported(tmp_path):
     with torch.no_grad():
         close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
     fade.step()
-    with pytest.raises(ValueError, match="no layer of this model rotates"):
+    with pytest.raises(ValueError, match="no layer of this model has a rotation"):
         export(model, tmp_path / "none")
 
 
@@ -182,12 +182,12 @@ def test_with_lora():
 def test_fade_refusals():
     with pytest.raises(TypeError, match="takes a model changed by adapt"):
         RotationFade(stock("Llama"), steps=3)
-    with pytest.raises(ValueError, match="steps must be at least 1"):
+    with pytest.raises(ValueError, match="steps must be a positive integer"):
         RotationFade(adapt(stock("Llama"), "rope+fox"), steps=0)
-    with pytest.raises(ValueError, match="attention factor belongs to a rotation"):
+    with pytest.raises(ValueError, match="attention factor cannot be faded out"):
         RotationFade(adapt(stock("Llama"), "rope+fox", scaling=YARN), steps=3)
     for name, way in (("fox", "rope+fox"), ("nope", "rope")):
         with pytest.raises(
-            ValueError, match=rf"adapt to '{way.replace('+', '[+]')}' and fade it out.*RotationFade"
+            ValueError, match=rf"adapt to '{way.replace('+', '[+]')}' and fade the rotation out.*RotationFade"
         ):
             adapt(stock("Llama"), name)

@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[Bias, str]] = {
     "fewer heads of key probes": (path((1, 4, T, 8), (1, 1, T, 8)), r"probe_k .* \(1, 4, 70, 8\)"),
     "features that differ": (path((1, 4, T, 8), (1, 4, T, 40)), "probe_k"),
     "probes of another batch": (path((3, 4, T, 8), (3, 4, T, 8)), "probe_q"),
-    "a path of another length in a sum": (slope() + path((1, 4, 3, 8), (1, 4, 3, 8)), "made for 3 queries"),
+    "a path of another length in a sum": (slope() + path((1, 4, 3, 8), (1, 4, 3, 8)), "is for 3 queries"),
     "rates of other heads": (slope(heads=3), r"rate_q .* got \(1, 3, 1\)"),
     "a path's rates of other heads": (path((1, 4, T, 8), (1, 4, T, 8), heads=2), "rate of the bias"),
     "a rate without an axis": (SlopeBias((SlopeTerm(position(), position(), torch.ones(4, 1)),)), "rate_q"),
@@ -60,7 +60,7 @@ def test_a_bias_that_does_not_fit_is_refused(name, impl):
 
 
 def test_an_unknown_link_is_refused():
-    with pytest.raises(ValueError, match="logsigmoid, bounded"):
+    with pytest.raises(ValueError, match=r'link must be "logsigmoid" or "bounded", got .Bounded.'):
         PathBias(tokens(1, 4, T, 8), tokens(1, 4, T, 8), torch.ones(1, 4, 1), link="Bounded")
 
 

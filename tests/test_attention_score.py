@@ -66,7 +66,7 @@ def test_flex_takes_the_same_function(monkeypatch):
 
 
 def test_it_needs_features():
-    with pytest.raises(ValueError, match="needs a feature"):
+    with pytest.raises(ValueError, match="needs at least one query feature"):
         ScoreBias(own, {}, {"far": torch.zeros(1, 1, 4)})
 
 
@@ -114,7 +114,7 @@ def test_features_of_another_batch_are_refused(kind, impl):
     (q, k, v), _ = case(150, False)
     function = radial if kind is TileBias else lambda t, j, query, key: query["x"] - key["x"]
     bias = kind(function, {"x": torch.zeros(3, 1, 150)}, {"x": torch.zeros(1, 1, 150)})
-    with pytest.raises(ValueError, match=r"query\.x of the bias must be of shape"):
+    with pytest.raises(ValueError, match=r"query\.x of the bias must have shape"):
         attend(q[:1], k[:1], v[:1], bias=bias, impl=impl)
 
 

@@ -231,7 +231,7 @@ def test_a_model_trains_and_continues_from_its_cache(name):
     "name, options, words",
     (
         ("fire", {"length": 0}, "length of fire must be a positive integer"),
-        ("cope", {"positions": 1}, "positions of cope must be at least 2"),
+        ("cope", {"positions": 1}, "positions of cope must be an integer of at least 2"),
         ("dape", {"hidden": 0}, "hidden of dape must be a positive integer"),
         ("dape", {"kernel": "alibi"}, 'kernel must be "log" or "power"'),
     ),

@@ -162,11 +162,11 @@ def test_files_and_both_models(tmp_path):
 
 
 def test_export_refuses_by_name(tmp_path):
-    with pytest.raises(ValueError, match="window: the exported model"):
+    with pytest.raises(ValueError, match="no stock form: the exported model"):
         export(small("rope", window=[4, None]), tmp_path)
     with pytest.raises(ValueError, match=r"encoding: .* rope x3, nope"):
         export(small(["rope", "rope", "rope", "nope"]), tmp_path)
-    with pytest.raises(ValueError, match="window: the exported model"):
+    with pytest.raises(ValueError, match="no stock form: the exported model"):
         export(hf(["rope@w4"]), tmp_path)
 
 
@@ -191,17 +191,20 @@ def test_options_go_where_they_belong():
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        ({"encoding": ["rope", "fox", "nope"]}, "encoding is a list of 3, .* must divide layers=4"),
-        ({"encoding": []}, "encoding is a list of 0"),
+        ({"encoding": ["rope", "fox", "nope"]}, r"the list encoding .* must divide layers=4, got 3"),
+        ({"encoding": []}, "the list encoding .* got 0"),
         ({"encoding": ["rope", 3]}, "encoding must be a name or a list of names, got 3"),
-        ({"encoding": "rope@128"}, "encoding 'rope@128': after @"),
-        ({"encoding": "rope@w0"}, "encoding 'rope@w0': after @"),
+        ({"encoding": "rope@128"}, "after @ .* got 'rope@128'"),
+        ({"encoding": "rope@w0"}, "after @ .* got 'rope@w0'"),
         ({"encoding": ["rope", "ropee"]}, "unknown encoding 'ropee'"),
         ({"encoding": "rope@w4", "window": 8}, "layer 0 has two windows"),
         ({"window": [4, 0]}, "window must be None or"),
-        ({"window": [4, 5, 6]}, "window is a list of 3"),
+        ({"window": [4, 5, 6]}, "the list window .* got 3"),
         ({"sinks": 3}, "sinks=3"),
-        ({"encoding": ["rope", "alibi"], "encoding_options": {"coords": 2}}, "coords is not available"),
+        (
+            {"encoding": ["rope", "alibi"], "encoding_options": {"coords": 2}},
+            "coords needs one encoding for all layers",
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(wrong, says):

@@ -350,7 +350,7 @@ def test_storage_grows_by_doubling_and_a_static_cache_never_moves():
             sizes.add(grown.tokens.size)
             places.add(static.tokens.storage["k"].data_ptr())
     assert sizes == {64, 128, 256, 512} and len(places) == 1
-    with pytest.raises(ValueError, match="holds 300 of 300 tokens and cannot take 1 more"):
+    with pytest.raises(ValueError, match="holds 300 of 300 tokens, and 1 more do not fit"):
         static.append(data.q, data.k, data.v, x=data.x)
     assert static.length == 300 and grown.nbytes > 300 * grown.bytes_per_token
 
@@ -382,9 +382,9 @@ MISUSES = {
     "another model, dtype or batch": lambda c, d: c.append(d.q.float(), d.k.float(), d.v.float(), x=d.x),
     "the cache has 5": lambda c, d: c.crop(6),
     "not a saved cache": lambda c, d: c.load_state_dict({}),
-    "finite offset": lambda c, d: c.rebase(float("inf")),
-    "one for each of 2 sequences": lambda c, d: c.crop(torch.tensor([1])),
-    "padding must be bool": lambda c, d: c.attend(d.q, d.k, d.v, x=d.x, padding=torch.ones(2, 4)),
+    "offset must be finite": lambda c, d: c.rebase(float("inf")),
+    "one for each of the 2 sequences": lambda c, d: c.crop(torch.tensor([1])),
+    "padding must be a bool tensor": lambda c, d: c.attend(d.q, d.k, d.v, x=d.x, padding=torch.ones(2, 4)),
 }
 
 
@@ -403,7 +403,7 @@ def test_bad_settings_and_lost_history_are_named():
     for options, words in (
         ({"window": 0}, "window must be None or the number of tokens"),
         ({"sinks": 2}, "set window"),
-        ({"rollback": -1}, "rollback 0 or more"),
+        ({"rollback": -1}, "rollback at least 0"),
     ):
         with pytest.raises(ValueError, match=words):
             grape.StreamingCache(enc, **options)
@@ -412,11 +412,11 @@ def test_bad_settings_and_lost_history_are_named():
         stateful.crop(30)
     assert filled("rope", tokens=40, rollback=4)[0].crop(30).length == 10
     saved = filled("rope")[0].state_dict()
-    with pytest.raises(ValueError, match="this cache is for"):
+    with pytest.raises(ValueError, match="this cache has"):
         grape.StreamingCache(build("fox")).load_state_dict(saved)
     shifted = grape.StreamingCache(enc, shift=KVShift(WIDTH, KV).double())
     data = testing.sample(enc)
-    with pytest.raises(ValueError, match="KV-shift reads"):
+    with pytest.raises(ValueError, match="KV-shift needs"):
         shifted.append(data.q, data.k, data.v)
 
 

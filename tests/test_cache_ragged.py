@@ -131,7 +131,7 @@ def test_a_saved_cache_loads_only_into_one_with_the_same_settings(setting):
     options = {"window": 16, "sinks": 1, "rollback": 128}
     options |= {"shift": KVShift(WIDTH, KV).double()} if setting == "shift" else {setting: 2}
     other = grape.StreamingCache(cache.encoding, **options)
-    with pytest.raises(ValueError, match=f"saved with {setting}="):
+    with pytest.raises(ValueError, match=f"the saved cache has {setting}="):
         other.load_state_dict(cache.state_dict())
     assert other.length == 0
 

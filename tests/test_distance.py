@@ -128,7 +128,7 @@ def test_alibi_both_ways():
     causal, q = grape.build("alibi", **SHAPE).double(), torch.randn(1, 3, 9, 8, dtype=torch.float64)
     y = [grape.attend(q, q, q, bias=one(q, q).bias) for one in (enc, causal)]
     assert (y[0] - y[1]).abs().max() < EXACT
-    with pytest.raises(ValueError, match="both=True is for one coordinate"):
+    with pytest.raises(ValueError, match="both=True needs coords=1"):
         grape.build("alibi", **SHAPE, both=True, coords=2)
 
 
@@ -334,10 +334,10 @@ def test_half_precision_layers():
     "name, options, words",
     (
         ("t5", {"buckets": 7}, "buckets of t5 must be a positive multiple of 2"),
-        ("t5", {"max_distance": 16}, "max_distance of t5 must be above 16"),
+        ("t5", {"max_distance": 16}, "max_distance of t5 must be an integer above 16"),
         ("sandwich", {"dim": 5}, "dim of sandwich must be even"),
         ("relative", {"reach": 0}, "reach of relative must be a positive integer"),
-        ("relative", {"beyond": "first"}, "beyond of relative must be one of"),
+        ("relative", {"beyond": "first"}, 'beyond of relative must be "last", "zero" or "-inf"'),
     ),
 )
 def test_wrong_options_are_refused_by_name(name, options, words):

@@ -31,7 +31,7 @@ BAD_BUILDS = [
     ("rope+rope", {}, ValueError, "names a part twice"),
     ("rope", {"heads": 4, "kv_heads": 3}, ValueError, "multiple of kv_heads"),
     ("rope", {"head_dim": 0}, ValueError, "positive integer, got 0"),
-    ("rope", {"coords": 4}, ValueError, "coords must be 1, 2 or 3"),
+    ("rope", {"coords": 4}, ValueError, "coords, the number of position coordinates, must be 1, 2 or 3"),
     ("rope", {"spectrum": [1.0]}, ValueError, "one frequency for each of the 4 planes, got 1"),
     ("rope", {"spectrum": "uniform"}, ValueError, "log-uniform"),
     ("rope", {"base": -1.0}, ValueError, "base must be a positive number"),
@@ -42,15 +42,25 @@ BAD_BUILDS = [
     ("grape-m-plane", {"head_dim": 1}, ValueError, "head_dim >= 2"),
     ("grape-m-mix", {"rank": 3}, ValueError, "rank must be even, from 2 to head_dim = 8, got 3"),
     ("grape-m-mix", {"rank": 10}, ValueError, "got 10"),
-    ("grape-m-ctx", {"width": 6, "gate": "relu"}, ValueError, "gate must be one of"),
+    (
+        "grape-m-ctx",
+        {"width": 6, "gate": "relu"},
+        ValueError,
+        'gate must be "sigmoid", "softplus" or "forget"',
+    ),
     ("alibi", {"slopes": [0.5, 0.25, -0.125, 1.0]}, ValueError, "slopes must be >= 0"),
-    ("alibi", {"slopes": [0.5]}, ValueError, "each of 4 heads, got 1"),
+    ("alibi", {"slopes": [0.5]}, ValueError, "each of the 4 heads, got 1"),
     ("alibi", {"metric": "city"}, ValueError, "metric must be"),
     ("grape-a-dict", {"atoms": 0}, ValueError, "atoms must be a positive integer"),
-    ("grape-ap", {"width": 6, "probe": "z"}, ValueError, "probe must be one of"),
-    ("grape-ap", {"width": 6, "probe_rotation": "both"}, ValueError, "probe_rotation must be one of"),
-    ("grape-ap", {"width": 6, "link": "exp"}, ValueError, "link must be one of"),
-    ("grape-ap", {"probe": "q", "probe_dim": 4}, ValueError, 'goes with probe="linear" only'),
+    ("grape-ap", {"width": 6, "probe": "z"}, ValueError, 'probe must be "linear", "q", "k" or "v"'),
+    (
+        "grape-ap",
+        {"width": 6, "probe_rotation": "both"},
+        ValueError,
+        'probe_rotation must be "key", "relative" or "none"',
+    ),
+    ("grape-ap", {"width": 6, "link": "exp"}, ValueError, 'link must be "logsigmoid" or "bounded"'),
+    ("grape-ap", {"probe": "q", "probe_dim": 4}, ValueError, 'needs probe="linear"'),
     ("path", {"width": 6, "rank": 0}, ValueError, "rank must be positive"),
 ]
 
@@ -66,7 +76,12 @@ BAD_CALLS = [
     ("rope", {"q": Q[:, :3]}, ValueError, "q must be"),
     ("rope", {"k": K[:, :2]}, ValueError, "set kv_heads"),
     ("rope", {"k": K.double()}, TypeError, "share a dtype"),
-    ("rope", {"positions": torch.arange(4)}, ValueError, r"positions must be \(5,\) or \(2, 5\).*got \(4,\)"),
+    (
+        "rope",
+        {"positions": torch.arange(4)},
+        ValueError,
+        r"positions must have shape \(5,\) or \(2, 5\).*got \(4,\)",
+    ),
     ("rope", {"positions": torch.tensor([0, 1, float("nan"), 3, 4])}, ValueError, "finite"),
     ("rope", {"positions": torch.arange(5) > 2}, TypeError, "integer or real"),
     ("rope", {"positions": torch.arange(5).bfloat16()}, TypeError, "use integers or float32"),
@@ -96,7 +111,7 @@ def test_n_dimensional_positions_are_required_and_checked():
         enc(Q, K)
     with pytest.raises(ValueError, match=r"\(5, 2\)"):
         enc(Q, K, positions=torch.arange(5))
-    with pytest.raises(ValueError, match="share coords"):
+    with pytest.raises(ValueError, match="must have coords"):
         grape.build("rope+grape-a-qk", **SHAPE, rope={"coords": 2})
 
 
@@ -128,7 +143,7 @@ def test_bad_attend(change, error, words):
 
 def test_a_bias_of_another_length_is_refused():
     bias = build("alibi")(Q, K).bias
-    with pytest.raises(ValueError, match="made for 5 keys but there are 4"):
+    with pytest.raises(ValueError, match="bias is for 5 keys, but attention has 4"):
         grape.attend(Q[:, :, :5], K[:, :, :4], K[:, :, :4], bias=bias, causal=False)
 
 

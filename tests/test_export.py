@@ -120,12 +120,12 @@ def test_loads_without_this_package(tmp_path):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"encoding": "grape-m", "shared_encoding": False}, "one spectrum"),
-        ({"encoding_options": {"per_head": True}}, "one spectrum"),
-        ({"encoding": "rope+fox"}, "nothing with a bias"),
-        ({"encoding": "grape-ap"}, "nothing with a bias"),
+        ({"encoding": "grape-m", "shared_encoding": False}, "same frequencies in all layers"),
+        ({"encoding_options": {"per_head": True}}, "same frequencies in all layers"),
+        ({"encoding": "rope+fox"}, "only rope, grape-m and grape-m-basis"),
+        ({"encoding": "grape-ap"}, "only rope, grape-m and grape-m-basis"),
         ({"encoding": "grape-m-ctx"}, "no stock form"),
-        ({"encoding": "grape-m-basis", "qk_norm": True}, "behind a QK norm"),
+        ({"encoding": "grape-m-basis", "qk_norm": True}, "exported with a QK norm"),
         (
             {"encoding": "grape-m", "encoding_options": {"rotary_heads": 1}},
             "rotary_heads=1 has no stock form",

@@ -88,7 +88,7 @@ def test_bad_decoder_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="pickles"):
         load_decoder(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="missing, left over"):
+    with pytest.raises(ValueError, match="missing, unexpected"):
         load_decoder(tmp_path)
 
 
@@ -458,7 +458,7 @@ def test_bad_configs(wrong, says):
 
 
 def test_masks_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match="attention_mask must be"):
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
         small()(tokens(), attention_mask=torch.ones(2, 1, 9, 9))
 
 

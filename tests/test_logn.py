@@ -54,7 +54,7 @@ def test_nothing_changes_up_to_the_length():
 
 def test_a_wrong_length_and_a_norm_after_are_refused():
     for length in (1, 0, 2.5, True):
-        with pytest.raises(ValueError, match="length must be at least 2"):
+        with pytest.raises(ValueError, match="length must be an integer of at least 2"):
             grape.build("logn", length=length, **SIZES)
     layer = grape.Attention(16, 4, encoding="rope+logn", qk_norm="after")
     with pytest.raises(ValueError, match="qk_norm=True"):

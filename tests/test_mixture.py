@@ -198,7 +198,7 @@ def test_frame_is_orthonormal_however_conditioned(conditioning: float, dtype: to
 
 def test_compose_refuses_another_generator() -> None:
     frame, skew, n = orthonormal_columns(normal(4, 2)), skew_part(normal(2, 2)), torch.ones(1).double()
-    with pytest.raises(ValueError, match="share frame and skew"):
+    with pytest.raises(ValueError, match="same frame and skew"):
         MixtureRotation(frame, skew, n).compose(MixtureRotation(frame, skew.clone(), n))
 
 

@@ -99,7 +99,7 @@ def test_xpos_refuses_positions_beyond_its_reach():
     data = testing.sample(enc, tokens=2, batch=1)
     code = enc(data.q, data.k, positions=torch.tensor([0, int(2 * reach)]))  # the middle is the reference
     assert code.k.isfinite().all() and code.k.square().sum().isfinite()
-    with pytest.raises(ValueError, match=r"up to 16\d{3} from the middle .* call cache.rebase"):
+    with pytest.raises(ValueError, match=r"at most 16\d{3} from the middle .* call cache.rebase"):
         enc(data.q, data.k, positions=torch.tensor([0, int(2 * reach) + 4]))
     with pytest.raises(ValueError, match="raise scale_base"):
         enc(data.q, data.k, positions=torch.tensor([20_000, 20_001]), state=code.state * 0)
@@ -108,7 +108,7 @@ def test_xpos_refuses_positions_beyond_its_reach():
     with pytest.raises(ValueError, match=r"torch\.float16"):
         enc(*half, positions=torch.tensor([0, 4_000]))
     cache = grape.StreamingCache(enc).append(data.q, data.k, data.v)
-    with pytest.raises(ValueError, match="cannot be moved by -60000"):
+    with pytest.raises(ValueError, match="if they are moved by -60000"):
         cache.rebase(-60_000)
 
 
@@ -290,8 +290,8 @@ def test_sections_stream_over_text_and_an_image():
         ({"sections": (1, 2), "coords": 3}, r"got \[1, 2\]"),
         ({"sections": "1/2/1", "coords": 3}, "got '?1/2/1"),
         ({"sections": 4, "coords": 3}, "got 4"),
-        ({"sections": (1, 2, 3), "coords": 3}, "4 together"),
-        ({"sections": (1, 2, 1), "coords": 3, "axes": "mixed"}, 'use axes="disjoint"'),
+        ({"sections": (1, 2, 3), "coords": 3}, "4 in total"),
+        ({"sections": (1, 2, 1), "coords": 3, "axes": "mixed"}, 'need axes="disjoint"'),
     ],
 )
 def test_wrong_sections_are_refused(options, message: str):

@@ -95,7 +95,7 @@ def test_without_the_flag_the_error_names_it(folder, capsys):
         ("broken_own", "def f():\n    return nothing\nf()", "NameError: name 'nothing' is not defined ("),
         ("broken_own", "raise SystemExit(1)", "failed with SystemExit"),
         ("broken_own", "import no_such", "ModuleNotFoundError: No module named 'no_such'"),
-        ("json", "", "rename yours"),
+        ("json", "", "rename your module"),
     ],
 )
 def test_what_cannot_be_imported_is_one_line(folder, capsys, name, text, message):

@@ -111,7 +111,7 @@ def test_every_rank_has_the_same_work_in_every_step(size: int) -> None:
         for other in range(size):
             found = list(pairs(ring, other, 8))
             assert len(found) == (3 if other == rank else 2)
-            held = dict(zip((0, 4), ring.held(rank), strict=True))
+            held = dict(zip((0, 4), ring.chunks_of(rank), strict=True))
             seen += [(held[pair.rows.start], pair.number) for pair in found]
     assert sorted(seen) == [(row, col) for row in range(2 * size) for col in range(row + 1)]
 
@@ -138,8 +138,8 @@ def test_the_layer_takes_part(alone: ContextParallel) -> None:
         ({"documents": torch.zeros(8, dtype=torch.long)}, "without further masks, got documents"),
         ({"bias": grape.TileBias(lambda *_: torch.zeros(1), {}, {})}, "cannot split a TileBias"),
         ({"k": torch.zeros(1, 2, 6, 4)}, "got 8 queries, 6 keys and 8 values"),
-        ({"q": torch.zeros(1, 2, 7, 4)}, r"two chunks of at least 2 .* got shape \(1, 2, 7, 4\)"),
-        ({"q": torch.zeros(1, 2, 2, 4)}, r"two chunks of at least 2 .* got shape \(1, 2, 2, 4\)"),
+        ({"q": torch.zeros(1, 2, 7, 4)}, r"an even number T >= 4 .* got \(1, 2, 7, 4\)"),
+        ({"q": torch.zeros(1, 2, 2, 4)}, r"an even number T >= 4 .* got \(1, 2, 2, 4\)"),
     ],
     ids=lambda case: case if isinstance(case, str) else ", ".join(case),
 )
@@ -168,7 +168,7 @@ def test_what_a_model_refuses(alone: ContextParallel) -> None:
     model = Decoder(DecoderConfig(width=16, layers=1, heads=2, vocab_size=5))
     given = {"documents": tokens[0], "padding": tokens > 0, "cache": model.cache()}
     for name, value in given.items():
-        with pytest.raises(ValueError, match=f"for whole sequences without {name}="):
+        with pytest.raises(ValueError, match=f"parallel=… and {name}=… cannot be used together"):
             model(tokens, parallel=alone, **{name: value})
     windowed = grape.Attention(16, heads=2, encoding="rope", window=3, sinks=1)
     with pytest.raises(ValueError, match="got window"):

@@ -206,7 +206,7 @@ def test_float32_vectors_with_float64_scalars() -> None:
 
 def test_compose_refuses_another_plane() -> None:
     a, b, eta = normal(4), normal(4, seed=1), torch.ones((), dtype=torch.float64)
-    with pytest.raises(ValueError, match="share a and b"):
+    with pytest.raises(ValueError, match="same tensors a and b"):
         Rank2Rotation(a, b, eta).compose(Rank2Rotation(a, b.clone(), eta))
 
 

@@ -205,7 +205,7 @@ def test_float32_angle_would_be_wrong_far_out() -> None:
 
 def test_planes_refuse_wrong_width_and_layout() -> None:
     element = PlaneRotation.from_angle(normal(3, 2), torch.float64)
-    with pytest.raises(ValueError, match="2 plane angles cannot turn vectors of width 6; expected 3"):
+    with pytest.raises(ValueError, match=r"vectors of width 6 need 3 angles, .* got 2"):
         element.apply(normal(3, 6))
     with pytest.raises(ValueError, match="'half' and 'interleaved'"):
         element.compose(PlaneRotation.from_angle(normal(3, 2), torch.float64, "interleaved"))
@@ -272,7 +272,7 @@ def test_basis_per_head_and_scores_in_its_own_coordinates() -> None:
 def test_basis_refuses_to_compose_with_another_basis() -> None:
     planes = PlaneRotation.from_angle(normal(3, 2), torch.float64)
     one, two = (BasisRotation(orthogonal_from(normal(4, 4, seed=i)), planes) for i in (0, 1))
-    with pytest.raises(ValueError, match="do not commute"):
+    with pytest.raises(ValueError, match="same basis tensor"):
         one.compose(two)
 
 

@@ -122,15 +122,15 @@ def test_repr_builds_it_again():
     ("scaling", "match"),
     [
         ({"type": "dynamic", "factor": 2.0}, '"dynamic" changes the frequencies while a sequence grows'),
-        ({"type": "longrope", "factor": 2.0}, "one of linear, ntk, yarn, llama3, got 'longrope'"),
+        ({"type": "longrope", "factor": 2.0}, '"linear", "ntk", "yarn" or "llama3", got .longrope.'),
         ({"type": "yarn", "factor": 2.0}, "needs 'original_context'"),
         ({"type": "linear", "factor": 2.0, "beta_fast": 3}, "unknown option 'beta_fast'"),
         ({"type": "linear", "factor": 0.5}, "at least 1, got 0.5"),
         ({"type": "linear", "factor": "4"}, "must be a positive number, got '4'"),
         ({**LLAMA3, "high_freq_factor": 0.5}, "must be above low_freq_factor"),
-        ({"factor": 4.0}, "scaling must be such as"),
-        (4.0, "scaling must be such as"),
-        ("linear", "scaling must be such as"),
+        ({"factor": 4.0}, "scaling must be like"),
+        (4.0, "scaling must be like"),
+        ("linear", "scaling must be like"),
         ("yarn:4", "needs .original_context."),
     ],
 )
@@ -144,7 +144,7 @@ def test_more_refusals():
         build(scaling=NTK, coords=2)
     with pytest.raises(ValueError, match="rotary_dim must be even, from 2 to head_dim = 64, got 65"):
         build(rotary_dim=65)
-    with pytest.raises(ValueError, match='with rotary_dim use basis="orthogonal"'):
+    with pytest.raises(ValueError, match='needs rotary_dim=64, all features, got 16; use basis="orthogonal"'):
         build("grape-m-basis", rotary_dim=16, basis="unitary")
 
 

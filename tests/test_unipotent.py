@@ -215,9 +215,9 @@ def test_check_dictionary_is_relative_to_the_size_of_the_atoms() -> None:
 
 
 def test_slope_generator_refuses() -> None:
-    with pytest.raises(ValueError, match=r"rates must be >= 0 .* got -0.5; .*absolute value"):
+    with pytest.raises(ValueError, match=r"rate must be >= 0.* got -0.5; .*absolute value"):
         slope_generator(4, torch.tensor([-0.5]))
-    with pytest.raises(ValueError, match="rates must be >= 0"):
+    with pytest.raises(ValueError, match="rate must be >= 0"):
         slope_generator(4, torch.tensor([float("nan")]))
     with pytest.raises(ValueError, match=r"expected 1 .* got 3; .*\(T, 1\)"):
         slope_generator(4, torch.ones(3))
@@ -225,7 +225,7 @@ def test_slope_generator_refuses() -> None:
 
 def test_compose_refuses_another_generator() -> None:
     p, q = generator_of("slope")
-    with pytest.raises(ValueError, match="share one generator"):
+    with pytest.raises(ValueError, match="same tensors p and q"):
         Unipotent(p, q, number(1)).compose(Unipotent(p.clone(), q, number(1)))
 
 

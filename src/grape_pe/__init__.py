@@ -1,11 +1,11 @@
-"""Position encodings for attention (RoPE, ALiBi, FoX, GRAPE), fast attention and KV caches.
+"""Position encodings for attention (RoPE, ALiBi, FoX, GRAPE and others), fast attention and KV caches.
 
 import grape_pe as grape
 
 layer = grape.Attention(512, heads=8, encoding="grape-ap")      # a layer
 y = layer(x)
 
-enc = grape.build("grape-ap", heads=8, head_dim=64, width=512)  # or its parts
+enc = grape.build("grape-ap", heads=8, head_dim=64, width=512)  # an encoding, and attention with its bias
 code = enc(q, k, x=x)
 y = grape.attend(code.q, code.k, v, bias=code.bias)
 """
@@ -28,8 +28,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def adapt(model: Model, encoding: str, **options: Any) -> Model:
-    """Give a live pretrained Llama or Qwen model another encoding: see `grape_pe.hf.adapt`."""
-    from . import hf  # here, because it imports transformers
+    """Replace the encoding of a pretrained transformers model, in place. Same as `grape_pe.hf.adapt`.
+
+    Args:
+        model: a stock model for causal language modeling, such as Llama or Qwen.
+        encoding: the new encoding, such as "rope+fox".
+        options: the other arguments of `grape_pe.hf.adapt`.
+
+    Returns:
+        The same model.
+    """
+    from . import hf  # not at the top, because it imports transformers
 
     adapted: Any = hf.adapt
     return adapted(model, encoding, **options)  # type: ignore[no-any-return]

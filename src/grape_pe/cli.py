@@ -21,6 +21,7 @@ Exit codes: 0 success; 1 grape doctor found a problem; 2 usage error (the messag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
     try:
         options, left = parser().parse_known_args(argv)
         if left:
@@ -29,23 +30,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         run: Run = options.run
         return run(options)
     except Diverged as problem:
-        return _say(problem, DIVERGED)
+        return _fail(problem, DIVERGED)
     except (CommandError, LabError, ImportError) as problem:
-        return _say(problem, BAD_INPUT)
+        return _fail(problem, BAD_INPUT)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # a reader such as head has gone
+    except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
         return 0
 
 
-def _say(problem: Exception, code: int) -> int:
+def _fail(problem: Exception, code: int) -> int:
     print(f"grape: {problem}", file=sys.stderr)
     return code
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line, as shell completion also needs it."""
+    """Build the parser of all commands."""
     top = argparse.ArgumentParser(
         prog="grape",
         description=wrapped(ABOUT),

@@ -1,4 +1,4 @@
-"""What to install when an optional part is missing."""
+"""Imports of optional dependencies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or say which command installs it."""
+    """Import an optional dependency, or raise an ImportError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The precision of positions, angles, gates and rotations, under any autocast and default dtype."""
+"""Helpers for precision: dtypes, autocast, and values that torch.compile or CUDA graphs cannot read."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ Result = TypeVar("Result")
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which positions, angles and running sums are formed: float64 where it exists."""
+    """The dtype for positions, angles and running sums: float64, or float32 on devices without it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of `dtype` are multiplied: at least float32."""
+    """The dtype for computations with tensors of `dtype`: at least float32."""
     full = dtype is torch.float32 or dtype is torch.float64
     return dtype if full else torch.promote_types(dtype, torch.float32)
 
 
 def readable(x: Tensor) -> bool:
-    """Whether Python may look at its values: not while torch.compile traces or a CUDA graph is captured.
-
-    Meta and fake tensors have none.
-    """
+    """Whether Python can read the values of x: not under torch.compile or CUDA graph capture, or if x has no values."""
     if torch.compiler.is_compiling() or x.is_meta or is_fake(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def ensure(ok: Tensor, readable: bool, message: str) -> None:
-    """A ValueError where Python may read the value, else an assertion on the device."""
+    """Check a condition: with a ValueError if Python can read it, else with an assertion on the device."""
     if not readable:
         torch._assert_async(ok, message)
     elif not bool(ok):
@@ -46,20 +43,20 @@ def ensure(ok: Tensor, readable: bool, message: str) -> None:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for tensors like x; the meta device has none."""
+    """Whether autocast is enabled for the device of x; never for the meta device."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast rounds the inputs of matrix products, which undoes an upcast to float32."""
+    """Disable autocast for the device of x, because it would round float32 inputs of matrix products."""
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 
 def ignores_autocast(
     method: Callable[Concatenate[Any, Tensor, Args], Result],
 ) -> Callable[Concatenate[Any, Tensor, Args], Result]:
-    """Decorates a method whose first argument is a tensor: it runs with autocast off."""
+    """Decorator that disables autocast in a method whose first argument is a tensor."""
 
     @functools.wraps(method)
     def run(self: Any, x: Tensor, *args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -70,9 +67,9 @@ def ignores_autocast(
 
 
 class WideLinear(nn.Linear):
-    """A linear layer computed in at least float32, also under autocast and with weights in half precision.
+    """A linear layer computed in at least float32, also under autocast and for weights in half precision.
 
-    For gates and probes: a running sum adds up their rounding errors.
+    Used for gates and probes, because rounding errors would add up in their running sums.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,16 +1,15 @@
-"""The additive logit b(t, j), from tensors of the query and of the key: a closed set of frozen dataclasses.
+"""Additive logits b(t, j) of a query t and a key j, as frozen dataclasses of query-side and key-side tensors.
 
-Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe features. Every kind
+Letters: B batch, H query heads, T tokens (Tq queries, Tk keys), P probe features. Every kind of bias
 
-- makes any tile b[rows, cols] (`tile`), which is all the reference attention needs;
-- can be cut along queries (`queries`) and keys (`keys`), and continued along keys (`extend`),
-  which is all a cache needs;
-- adds to any other (`+`).
+- computes any tile b[rows, cols] (`tile`), which the reference attention uses;
+- can be sliced along queries (`queries`) and keys (`keys`) and extended by later keys (`extend`), which the
+  cache uses;
+- can be added to any other (`+`).
 
-When Tq < Tk the last query stands at the last key, so query row r is the token r + Tk - Tq.
-A bias is never scaled by 1/sqrt(D), and non-positive wherever rates are non-negative and j <= t. The
-exception is a `TileBias` of products that stand in place of <q, k> (PaTH), or that reads them (`ProductBias`): it has a
-`scale`, which `attend` sets to its own through `at_scale`.
+When Tq < Tk the last query is aligned with the last key: query row r is token r + Tk - Tq.
+A bias is not multiplied by the scale of <q, k>, with one exception: a `TileBias` that replaces <q, k> (PaTH) or reads
+it (`ProductBias`) has a `scale`, which `attend` sets to its own through `at_scale`.
 """
 
 from .base import NO_BIAS, Bias, LogitFunction, NoBias

@@ -1,4 +1,4 @@
-"""Several biases added, as the base of `SlopeBias` and `SumBias`."""
+"""`Compound`, the base class of `SlopeBias` and `SumBias`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from .base import Bias
 
 
 def plus(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Add two tensors, where None means zero."""
     return second if first is None else first if second is None else first + second
 
 
 class Compound(Bias):
-    """Several biases, added; their tensors are named "0.c_q", "1.probe_k" and so on."""
+    """A sum of biases, whose tensors are named "0.c_q", "1.probe_k" and so on."""
 
     def members(self) -> tuple[Any, ...]:
+        """The biases that are added."""
         raise NotImplementedError
 
     def changed(self, change: Callable[[int, Any], Bias]) -> Self:
-        """The same with each member changed, given its index."""
+        """Return a copy with every member replaced by `change(index, member)`."""
         return type(self)(tuple(change(i, part) for i, part in enumerate(self.members())))  # type: ignore[call-arg]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
         total = None
-        for part in self.members():  # a comprehension would make lengths of slices constants in torch.compile
+        for (
+            part
+        ) in self.members():  # in a comprehension torch.compile would specialize on the lengths of slices
             total = plus(total, part.tile(rows, cols))
-        return total  # type: ignore[return-value]  # there are members, and none is NoBias
+        return total  # type: ignore[return-value]  # a compound has members, and none of them is NoBias
 
     def row(self, keys: int) -> Tensor:
         total = None

@@ -1,4 +1,4 @@
-"""A function of features of tokens: `TileBias`, `ProductBias` and `ScoreBias`."""
+"""Biases defined by a function of per-token features: `TileBias`, `ProductBias` and `ScoreBias`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ScoreFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Ten
 
 @dataclass(frozen=True, eq=False)
 class _Features(Bias):
-    """A user's function of features of tokens."""
+    """Base class: a function, and its per-token features by name."""
 
     function: Callable[..., Tensor]
     query: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class _Features(Bias):
                 check_tensor(name, x, (1, batch), *self._shape(x, heads, tokens))
 
     def _shape(self, x: Tensor, heads: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Sizes allowed after the batch; a function of tiles may group the heads as it likes."""
+        """Sizes allowed for the axes after the batch; features of a `TileBias` may have any number of heads."""
         return [(x.shape[1],), tokens, *((size,) for size in x.shape[3:])]
 
     def _checked(self, tile: Tensor, rows: slice, cols: slice) -> Tensor:
@@ -74,21 +74,20 @@ class _Features(Bias):
 
 @dataclass(frozen=True, eq=False)
 class TileBias(_Features):
-    """Any function of a tile, given features of tokens: radial distance, PaTH, a user's own.
-
-    `function(rows, cols, query, key)` gets the whole feature tensors, each (B|1, H|1, T, …), and
-    returns (B|1, H|1, rows, cols). It must be differentiable torch code; it runs with autocast off.
+    """A bias computed by tiles, with any function of per-token features: radial distance, PaTH, your own.
 
     Args:
-        scale: None when the function returns logits, as every other kind of bias does. A number when it
-            returns products of q and k, to be scaled like <q, k>: `attend` then puts its own scale in its
-            place.
-        pairwise: the number of a pair depends on the features of these two tokens only, not on tokens in
-            between, so a cache with sinks may drop those.
-        positions: the key features that hold positions, so that a cache can be rebased; None where it
-            cannot.
-        gain: what `attend` multiplies its scale by first; a composition sets it where another part gave q and k
-            more features than these products have.
+        function: `function(rows, cols, query, key)` returns the tile (B|1, H|1, rows, cols) from the slices `rows`
+            and `cols` and the whole features. It must be differentiable torch code. It runs with autocast off.
+        query: query-side features by name, each (B|1, H|1, T, …).
+        key: key-side features by name, each (B|1, H|1, T, …).
+        scale: None if the function returns logits. A number if it returns products that are scaled like <q, k>:
+            `attend` replaces this number by its own scale.
+        pairwise: whether b(t, j) depends on the features of these two tokens only, not on tokens in between.
+            A cache with sinks needs this, because it drops tokens in between.
+        positions: names of the key features that are positions, so that a cache can shift them; None if the bias
+            does not define a position shift.
+        gain: factor of the scale that `attend` sets. A composition sets it if another part widened q and k.
     """
 
     scale: float | None = None
@@ -114,7 +113,7 @@ class TileBias(_Features):
         return replace(self, key={**self.key, **{name: self.key[name] - offset for name in self.positions}})
 
     def products(self, rows: slice, cols: slice) -> Tensor:
-        """scale * <q, k> of the features of these names, q (B, H, T, D) and k (B, Hkv, T, D), for all heads."""
+        """scale * <q, k> for all heads, of the features named q, (B, H, T, D), and k, (B, Hkv, T, D)."""
         assert self.scale is not None
         q, k = self.query["q"][:, :, rows], self.key["k"][:, :, cols]
         wide = working_dtype(q.dtype)
@@ -123,10 +122,11 @@ class TileBias(_Features):
 
 @dataclass(frozen=True, eq=False)
 class ProductBias(TileBias):
-    """A `TileBias` whose function reads products of q and k: contextual positions, mixed heads.
+    """A `TileBias` whose function also reads the products of q and k: CoPE, DAPE.
 
-    `function(products, rows, cols, query, key)` returns logits. `products(rows, cols)` are those of any tile for all
-    heads, (B, H, rows, cols), already scaled: q and k are features, and `attend` sets `scale` to its own.
+    The arguments are those of `TileBias`, with these differences: `function(products, rows, cols, query, key)`
+    returns logits, where `products(rows, cols)` are the scaled products <q, k> of a tile for all heads,
+    (B, H, rows, cols). The query features must include q and the key features k; `scale` must be a number.
     """
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
@@ -137,23 +137,27 @@ class ProductBias(TileBias):
 
 @dataclass(frozen=True, eq=False)
 class ScoreBias(_Features):
-    """A function of one pair of tokens: b(t, j) = function(t, j, query, key), a user's own.
+    """A bias computed pair by pair, with your own function: b(t, j) = function(t, j, query, key).
 
-    `t` and `j` are the indices of the query's and the key's token, integer tensors (in a cache that drops old keys only
-    t - j is what it was, and sinks are refused); `query` and `key` are numbers of
-    those tokens by name, each given as a (B|1, H|1, T) tensor, for queries also (B|1, H|1, 1) beside one of T. The
-    function must be elementwise torch code that broadcasts: `blocks` calls it on whole tiles, FlexAttention compiles
-    it for one pair at a time. Either side needs at least one feature, which tells the number of its tokens.
+    The function must be elementwise torch code that broadcasts: `blocks` calls it on whole tiles, and FlexAttention
+    compiles it. It receives the token indices t of the query and j of the key, as integer tensors, and the features
+    of both tokens by name. In a cache that drops old keys the indices change, but t - j does not; sinks are not
+    possible. Queries and keys need at least one feature each, which defines the number of tokens.
 
     Args:
-        function: of (t, j, query, key), as above.
+        function: as above.
+        query: query-side features by name, each (B|1, H|1, T), or (B|1, H|1, 1) beside one with T.
+        key: key-side features by name, each (B|1, H|1, T).
     """
 
     function: ScoreFunction
 
     def __post_init__(self) -> None:
         if not self.query or not self.key:
-            raise ValueError("a ScoreBias needs a feature (B|1, H|1, T) of queries and one of keys; got none")
+            raise ValueError(
+                "a ScoreBias needs at least one query feature and one key feature, each (B|1, H|1, T), "
+                f"got query={[*self.query]} and key={[*self.key]}"
+            )
         super().__post_init__()
 
     def _shape(self, x: Tensor, heads: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:

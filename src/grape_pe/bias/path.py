@@ -1,4 +1,4 @@
-"""The path integral of GRAPE-AP: `PathBias`."""
+"""`PathBias`, the path integral of GRAPE-AP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import check_choice
 from ..groups import PlaneRotation
 from ..precision import exact_dtype, without_autocast, working_dtype
 from .base import Bias, check_lengths, check_tail, check_tensor
@@ -17,8 +18,7 @@ from .base import Bias, check_lengths, check_tail, check_tensor
 Link = Literal["logsigmoid", "bounded"]
 ProbeRotation = Literal["key", "relative", "none"]
 
-# Links g of Eq. P1: increasing, 1-Lipschitz, below 0. "bounded" is sigmoid - 1, so an edge costs at
-# most its rate.
+# Links g of Eq. P1: increasing, 1-Lipschitz, negative. "bounded" is sigmoid - 1, so |edge| is at most its rate.
 LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
     "logsigmoid": F.logsigmoid,
     "bounded": lambda z: -torch.sigmoid(-z),
@@ -27,16 +27,16 @@ LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class PathBias(Bias):
-    """sum for l = j+1 … t of rate_h * g(<p_t, P_l> / P): the path integral of GRAPE-AP (Eq. P2).
+    """The path integral of GRAPE-AP: the sum of rate_h * g(<p_t, P_l> / P) over tokens l = j+1 … t (Eq. P2).
 
-    The sum runs over tokens, and is empty (zero) for j >= t.
+    The sum is empty (zero) for j >= t.
 
     Args:
-        probe_q: (B, Hp, Tq, P), with Hp a divisor of H.
-        probe_k: (B, Hp, Tk, P), already rotated.
+        probe_q: (B, Hp, Tq, P), the query probes p, with Hp a divisor of H.
+        probe_k: (B, Hp, Tk, P), the key probes P_l, already rotated.
         rate: (1, H, 1).
         link: g, "logsigmoid" or "bounded".
-        rotation: which probes are rotated by their position (Eq. P3).
+        rotation: which probes are rotated by their position: "key", "relative" (both) or "none" (Eq. P3).
     """
 
     probe_q: Tensor
@@ -46,14 +46,13 @@ class PathBias(Bias):
     rotation: ProbeRotation = "none"
 
     def __post_init__(self) -> None:
-        if self.link not in LINKS:
-            raise ValueError(f"link must be one of {', '.join(LINKS)}, got {self.link!r}")
+        check_choice("link", self.link, LINKS)
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         check_lengths(self.probe_q.shape[2], self.probe_k.shape[2], queries, keys)
         probes, features = self.probe_q.shape[1], self.probe_q.shape[-1]
         if probes == 0 or heads % probes:
-            raise ValueError(f"probe heads must divide the {heads} query heads, got {probes}")
+            raise ValueError(f"the number of probe heads must divide the {heads} query heads, got {probes}")
         check_tensor("probe_q", self.probe_q, (1, batch), (probes,), (queries,), (features,))
         check_tensor("probe_k", self.probe_k, (1, batch), (probes,), (keys,), (features,))
         check_tensor("rate", self.rate, (1,), (heads,), (1,))
@@ -76,8 +75,8 @@ class PathBias(Bias):
             return self
         if self.rotation == "key":
             raise ValueError(
-                'with probe_rotation="key" the bias of grape-ap depends on absolute positions and cannot be '
-                'moved; use probe_rotation="relative"'
+                'the bias of grape-ap with probe_rotation="key" depends on absolute positions, so cached keys cannot '
+                'be moved; use probe_rotation="relative"'
             )
         width = self.probe_k.shape[-1]
         angle = torch.full((width // 2,), -float(offset), dtype=exact_dtype(self.probe_k.device))
@@ -93,7 +92,7 @@ class PathBias(Bias):
         return self.sums(slice(0, 1), slice(0, keys), None, keys)
 
     def sums(self, rows: slice, cols: slice, t: Tensor | None, end: int) -> Tensor:
-        """b[rows, cols] for queries at the tokens t (…, rows, 1), all before `end`; None: after all keys."""
+        """b[rows, cols] for queries at tokens t, (…, rows, 1), all below `end`; None if they follow all keys."""
         probes = self.probe_k[:, :, cols.start + 1 : end]
         wide = working_dtype(torch.promote_types(self.probe_q.dtype, probes.dtype))
         with without_autocast(probes):
@@ -102,7 +101,7 @@ class PathBias(Bias):
         if t is not None:
             token = torch.arange(cols.start + 1, cols.start + 1 + probes.shape[2], device=t.device)
             edge = edge.masked_fill(token > t, 0.0)
-        # From the right: the sum over l = j+1 … t stands at l = j + 1, which is column j - cols.start.
+        # Cumulative sums from the right: the entry of l = j + 1, at column j - cols.start, is the sum for key j.
         total = edge.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(wide)
         width = cols.stop - cols.start
         total = F.pad(total[..., :width], (0, max(0, width - total.shape[-1])))

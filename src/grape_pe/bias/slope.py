@@ -14,17 +14,17 @@ from .compound import Compound
 
 @dataclass(frozen=True, eq=False)
 class SlopeTerm(Bias):
-    """(rate_q[t] + rate_k[j]) * (c[j] - c[t]), one term of a `SlopeBias` (Eq. A5).
+    """The bias (rate_q[t] + rate_k[j]) * (c[j] - c[t]), a term of a `SlopeBias` (Eq. A5).
 
-    The difference is taken before the product, so nothing cancels at long range.
+    The difference is computed before the product, so there is no cancellation at long range.
 
     Args:
-        c_q: (B|1, H|1, Tq), the coordinate of the queries; in float64 where it grows with the sequence.
+        c_q: (B|1, H|1, Tq), the coordinate c of the queries; use float64 if it grows with the sequence.
         c_k: (B|1, H|1, Tk), the same coordinate of the keys.
         rate_q: (B|1, H, Tq|1); None for zero.
         rate_k: (B|1, H, Tk); None for zero.
-        coordinate: "positions" if c is a position, "sum" if it is a running sum, which a shift of the positions
-            does not change.
+        coordinate: "positions" if c is a position, "sum" if it is a running sum. A position shift changes only
+            the first.
     """
 
     c_q: Tensor
@@ -82,7 +82,7 @@ class SlopeTerm(Bias):
 
 @dataclass(frozen=True, eq=False)
 class SlopeBias(Compound):
-    """A sum of `SlopeTerm`s: ALiBi, FoX, GRAPE-A in all its gated forms, axis-aligned 2D/3D.
+    """A sum of `SlopeTerm`s: ALiBi, FoX, all forms of GRAPE-A, slopes along the axes of 2D or 3D positions.
 
     Args:
         terms: the terms that are added.
@@ -99,6 +99,7 @@ class SlopeBias(Compound):
 
 
 def terms_of(bias: Bias) -> tuple[SlopeTerm, ...]:
+    """The slope terms of a bias that is a SlopeTerm or a SlopeBias; none for other kinds."""
     if isinstance(bias, SlopeTerm):
         return (bias,)
     return bias.terms if isinstance(bias, SlopeBias) else ()

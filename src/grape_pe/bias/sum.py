@@ -1,4 +1,4 @@
-"""Sums of biases: `SumBias`, and what `+` merges."""
+"""`SumBias`, a sum of biases of different kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .slope import SlopeBias, SlopeTerm, terms_of
 
 @dataclass(frozen=True, eq=False)
 class SumBias(Compound):
-    """Biases of different kinds, added. Made by `+`, which merges what can be merged.
+    """A sum of biases of different kinds. Use `+`, which also merges slope terms.
 
     Args:
         parts: the biases that are added.
@@ -44,16 +44,16 @@ class SumBias(Compound):
 
 
 def parts_of(bias: Bias) -> tuple[Bias, ...]:
+    """The parts of a SumBias; for any other bias, the bias itself."""
     return bias.parts if isinstance(bias, SumBias) else (bias,)
 
 
 def added(*biases: Bias) -> Bias:
-    """Slope terms concatenate, zeros vanish, the rest is kept side by side."""
+    """The sum of biases: all slope terms in one SlopeBias, zeros dropped."""
     parts = [part for bias in biases for part in parts_of(bias)]
     terms = tuple(term for part in parts for term in terms_of(part))
-    slopes: list[Bias] = [SlopeBias(terms)] if terms else []
     others = [part for part in parts if not isinstance(part, (SlopeTerm, SlopeBias, NoBias))]
-    kept = [*slopes, *others]
-    if not kept:
+    merged = ((SlopeBias(terms),) if terms else ()) + tuple(others)
+    if not merged:
         return NO_BIAS
-    return kept[0] if len(kept) == 1 else SumBias(tuple(kept))
+    return merged[0] if len(merged) == 1 else SumBias(merged)

@@ -1,4 +1,4 @@
-"""Streaming: `StreamingCache`, its `TokenTable` of tokens, and the `Layout` of the tokens of one call."""
+"""KV caches: `StreamingCache`, its storage `TokenTable`, and the `Layout` of the tokens of a call."""
 
 from .inputs import AttentionInputs, Norms, check_packing, encode
 from .layout import Layout, Tail, arrange

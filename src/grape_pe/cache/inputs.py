@@ -1,4 +1,4 @@
-"""From projected tokens to what attention needs: KV-shift, key norm, encoding; queries and all they see."""
+"""`encode`: KV-shift, key norm and encoding of new tokens. `AttentionInputs`: the arguments of attention."""
 
 from __future__ import annotations
 
@@ -23,17 +23,23 @@ from .table import take
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
 
-#: of encoded queries and keys
+#: the norms of encoded queries and of encoded keys
 Norms = tuple[nn.Module, nn.Module]
 
 
 @dataclass(eq=False, slots=True)
 class AttentionInputs:
-    """Encoded queries and all they may see: keys, values, bias and masks for `attend`.
+    """Encoded queries, and the keys, values, bias and masks to call `attend` with.
 
-    `rows` (B, T), if not None, puts the results in the packed order of the call. With `parallel` the keys are those
-    of this rank, and queries see those of all. `step` marks a prepared call
-    of one token on the CPU, whose tensors are known to fit.
+    Args:
+        q: (B, H, T, D).
+        k: (B, Hkv, Tk, D).
+        v: (B, Hkv, Tk, Dv).
+        bias: of these queries and keys.
+        masks: keyword arguments of `attend`: window, sinks, documents, key_padding, key_bound.
+        rows: indices (B, T) that put the results in the packed order of the call; None if they are in it.
+        step: whether this is one token on the CPU whose tensors were checked, so that `attend_step` applies.
+        parallel: the ranks that share each sequence. k and v are then those of this rank only.
     """
 
     q: Tensor
@@ -46,6 +52,7 @@ class AttentionInputs:
     parallel: ContextParallel | None = None
 
     def attend(self, **options: Any) -> Tensor:
+        """Compute attention, (B, H, T, Dv), with further options of `attend`."""
         if self.step and not options.keys() - {"scale"}:
             return attend_step(self.q, self.k, self.v, self.bias, **options, **self.masks)
         if self.parallel is not None:
@@ -54,9 +61,12 @@ class AttentionInputs:
         return y if self.rows is None else take(y, self.rows, 2)
 
     def weights(self, **options: Any) -> Tensor:
-        """Dense softmax weights (B, H, T, Tk): attention over the unit vectors of the keys."""
+        """Compute the softmax weights, (B, H, T, Tk), as attention over unit vectors in place of the values."""
         if self.parallel is not None:
-            raise ValueError("attention weights are not available where several devices share a sequence")
+            raise ValueError(
+                "attention weights are not available when several devices share a sequence; call the layer without "
+                "parallel=…"
+            )
         unit = torch.eye(self.k.shape[2], dtype=self.v.dtype, device=self.v.device)
         unit = unit.expand(*self.k.shape[:2], -1, -1)
         y = attend(self.q, self.k, unit, bias=self.bias, impl="reference", **self.masks, **options)
@@ -76,11 +86,28 @@ def encode(
     state: Any = None,
     shift_state: Any = None,
 ) -> tuple[Encoded, Tensor, tuple[Tensor, Tensor] | None]:
-    """KV-shift, key norm, encoding, norms after it: (code, values, state of the shift)."""
+    """Apply KV-shift, key norm, encoding and the norms after it to new tokens.
+
+    Args:
+        encoding: the layer's encoding.
+        q: (B, H, T, D), packed by `layout`.
+        k: (B, Hkv, T, D).
+        v: (B, Hkv, T, Dv).
+        x: the attention block's input, (B, T, C), or None.
+        layout: positions and documents of the tokens.
+        shift: the layer's `KVShift`.
+        key_norm: norm of the keys between shift and encoding.
+        norm_after: norms of encoded queries and keys.
+        state: the encoding's state of earlier tokens.
+        shift_state: the shift's state of earlier tokens.
+
+    Returns:
+        What the encoding returned, the values, and the new state of the shift.
+    """
     shifted = None
     if shift is not None:
         if x is None:
-            raise ValueError("KV-shift reads the block's input: pass x=… (B, T, C)")
+            raise ValueError("KV-shift needs the attention block's input: pass x=…, (B, T, C)")
         if layout.parallel is not None:
             k, v = layout.parallel.shift(shift, k, v, x)
         else:
@@ -102,30 +129,42 @@ def encode(
 
 
 def check_packing(encoding: Encoding, layout: Layout) -> None:
-    """Refuse packed documents where the encoding itself reads across their borders."""
+    """Raise a ValueError for packed documents if the encoding reads tokens of the document before."""
     if layout.documents is None:
         return
     if any(isinstance(part, PaTH) and part.conv is not None for part in encoding.modules()):
         raise ValueError(
-            "path reads its directions through a short convolution, which would cross the borders of packed "
-            "documents; use encoding_options={'conv': 0}, or one document a sequence"
+            "packed documents are not possible for path with its short convolution, which would mix neighbouring "
+            "documents; use encoding_options={'conv': 0}, or one document per sequence"
         )
 
 
 def _check_norm_after(encoding: Encoding, layout: Layout) -> None:
-    """A running phase goes on over the borders of packed documents; only the relative law makes that harmless."""
+    """Raise a ValueError for packed documents, a contextual phase and norms after the rotation.
+
+    The phase is a sum over all documents before, which cancels only if the relative law holds.
+    """
     parts = encoding.modules()
     if layout.documents is not None and any(
         isinstance(part, RotationEncoding) and part.contextual for part in parts
     ):
         raise ValueError(
-            f"packed documents need the exact relative law with {encoding!r}, because its phase runs on from one to "
-            'the next, and qk_norm="after" breaks it; use qk_norm=True, or one document a sequence'
+            f'packed documents are not possible for {encoding!r} with qk_norm="after", because its phase continues '
+            "from one document to the next and the norm breaks the relative law; use qk_norm=True, or one document "
+            "per sequence"
         )
 
 
 def move_to_end(code: Encoded, counts: Sequence[int]) -> tuple[Tensor, Bias, Tensor]:
-    """Queries of which each sequence has another number, moved to the last keys; and the index back."""
+    """Align the queries at the last keys, for sequences with different numbers of them.
+
+    Args:
+        code: what the encoding returned for T tokens, padding last.
+        counts: number of tokens of each sequence.
+
+    Returns:
+        The queries, their bias, and indices (B, T) that undo the move.
+    """
     count, most, device = code.q.shape[2], max(counts), code.q.device
     missing = most - torch.tensor(counts, device=device).unsqueeze(-1)
     pick = (torch.arange(most, device=device) - missing).clamp(min=0)

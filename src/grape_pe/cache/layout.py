@@ -1,8 +1,7 @@
-"""Where the tokens of one call stand: positions, packed documents, padding. Made once for all layers.
+"""The layout of the tokens of a call: positions, packed documents and padding. Made once for all layers.
 
-Padding is taken out before anything is computed: the tokens of each sequence are moved to the front
-(`pack`) and the results back to where they came from (`unpack`). So positions, running sums, paths and
-shifted neighbours never see it, wherever it stood.
+Padding is removed before anything is computed: `pack` moves the tokens of each sequence to the front and `unpack`
+moves the results back. So padding, wherever it is, does not change positions, running sums, paths or KV-shift.
 """
 
 from __future__ import annotations
@@ -23,8 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Where a cache stands: for each sequence the position that follows and the number of tokens; the last
-    token's document (B,), None if nothing is packed."""
+    """The end of the cached sequences, from which a call continues.
+
+    Args:
+        next: the next position of each sequence.
+        lengths: the number of tokens of each sequence.
+        document: the document id of each last token, (B,); None without packed documents.
+    """
 
     next: list[float]
     lengths: list[int]
@@ -33,21 +37,21 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the T tokens of a call belong: those of each sequence first, then its padding.
+    """Positions, documents and padding of the T tokens of a call, in packed order: tokens first, then padding.
 
     Args:
         positions: (B|1, T), or (B|1, T, n) for n coordinates; None for 0 … T-1.
-        documents: (B|1, T) integer ids of packed sequences; None if there is one document.
-        starts: (B|1, T), True at the first token of a document; None if none begins here.
-        padding: (B, T), True where there is no token, in the order of the call; None if there is none.
-        order: (B, T) indices that pack; None where tokens already come first.
-        back: (B, T) indices that unpack; None where tokens already come first.
-        counts: tokens of each sequence, if there is padding (unknown, None, under torch.compile).
-        holes: where the padding of each sequence stood in the call, if there is any.
-        next: the position that follows, for each sequence; None with several coordinates.
-        places: positions of the tokens of each sequence, if they are not those that follow.
-        prepared: what all layers share in a step of a few tokens without gradients; None in other calls.
-        parallel: the ranks that share each sequence; the tokens are then those of this rank.
+        documents: ids of packed documents, (B|1, T); None if there is one document.
+        starts: (B|1, T), True at the first token of a document; None if no document starts here.
+        padding: (B, T), True at padding, in the order of the call; None if there is none.
+        order: indices (B, T) that pack; None if all padding is already last.
+        back: indices (B, T) that unpack; None if all padding is already last.
+        counts: number of tokens of each sequence, if there is padding; None under torch.compile.
+        holes: indices of the padding of each sequence in the call, if there is any.
+        next: the next position of each sequence; None with several coordinates.
+        places: positions of the tokens of each sequence; None if they continue in steps of one.
+        prepared: values that all layers share, in a call with few tokens and no gradients; else None.
+        parallel: the ranks that share each sequence. The tokens are then those of this rank.
     """
 
     positions: Tensor | None = None
@@ -64,16 +68,16 @@ class Layout:
     parallel: ContextParallel | None = None
 
     def prepare(self, preparation: Preparation, dtype: torch.dtype) -> Self:
-        """The same layout with `prepared`, for tokens of this dtype; for calls whose arguments were checked."""
+        """Return the layout with `prepared` for tokens of this dtype. The arguments of the call must be checked."""
         prepared = preparation(self.positions, dtype)
         return self if prepared is None else replace(self, prepared=prepared)
 
     def pack(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Tokens of x along `dim` in the order of this layout."""
+        """Move the tokens of x along `dim` before the padding."""
         return x if self.order is None else take(x, self.order, dim)
 
     def unpack(self, y: Tensor, dim: int = 1) -> Tensor:
-        """Back in the order of the call; zeros at padding."""
+        """Move the tokens of y along `dim` back to the order of the call, with zeros at padding."""
         if self.padding is None:
             return y
         if self.back is not None:
@@ -82,7 +86,10 @@ class Layout:
 
     @classmethod
     def from_documents(cls, documents: Tensor) -> Layout:
-        """Positions start again at 0 with every document. Reads no values, so it compiles."""
+        """The layout of packed documents with these ids, (T,) or (B, T). Positions start at 0 in each document.
+
+        It does not read values on the host, so torch.compile can trace it.
+        """
         ids = documents[None] if documents.dim() == 1 else documents
         starts = _changes(ids, None)
         return cls(_within(starts), ids, starts)
@@ -98,30 +105,34 @@ def arrange(
     padding: Tensor | None = None,
     tail: Tail | None = None,
     coords: int = 1,
-    falls: bool = True,
+    allow_restarts: bool = True,
 ) -> Layout:
-    """The layout of `count` new tokens after `tail`, all arguments checked.
+    """Check the arguments and make the layout of `count` new tokens after `tail`.
 
-    A document begins where the id in `documents` changes or, without ids, where `positions` do not
-    increase; with `falls=False` that is an error. Values are read (a host sync) only if `positions`,
-    `documents` or `padding` are given.
+    A document starts where the id in `documents` changes or, without ids, where `positions` do not increase. Values
+    are read (a host sync) only if `positions`, `documents` or `padding` are given.
 
     Args:
         batch: number of sequences.
         count: number of new tokens.
-        device: of the tensors.
-        positions: (T,), (B, T) or with a last axis of coordinates; by default those that follow `tail`.
-        documents: (T,) or (B, T) ids of packed sequences.
-        padding: (B, T) bool, True where there is no token.
-        tail: the state of the sequences before these tokens; None at the start.
-        coords: coordinates of a position.
-        falls: positions that do not increase begin a document.
+        device: device of the layout's tensors.
+        positions: (T,) or (B, T), with a last axis for several coordinates; by default they continue from `tail`.
+        documents: ids of packed documents, (T,) or (B, T).
+        padding: bool (B, T), True where there is no token.
+        tail: the end of the cached sequences; None at the start.
+        coords: number of coordinates of a position.
+        allow_restarts: whether positions that do not increase start a document; if not, they raise a ValueError.
+
+    Returns:
+        The layout.
     """
     rows: list[float] = [0] * batch if tail is None else tail.next
     where = None if positions is None else checked(positions, "positions", batch, count, coords, device)
     ids = None if documents is None else checked(documents, "documents", batch, count, 1, device)
     if coords > 1 and (where is None or ids is not None):
-        raise ValueError(f"an encoding with coords={coords} needs positions=, and takes no documents=")
+        raise ValueError(
+            f"an encoding with coords={coords} needs positions=… and does not support documents=…"
+        )
     if not count:
         return Layout(torch.zeros(1, 0, device=device) if where is None else where, next=rows)
     packing = {} if padding is None else _packing(padding, batch, count)
@@ -141,59 +152,59 @@ def arrange(
     if ids is not None:
         starts = _changes(ids.expand(batch, -1), tail)
         where = _within(starts, rows) if where is None else where.expand(batch, -1)
-        bad = (drops(where, last) & ~starts) if not falls else starts
+        bad = (decreases(where, last) & ~starts) if not allow_restarts else starts
     else:
         assert where is not None
         where = where.expand(batch, -1)
-        bad = starts = drops(where, last)
-        if packed or (falls and _any(starts, real)):
+        bad = starts = decreases(where, last)
+        if packed or (allow_restarts and _any(starts, real)):
             ids = starts.cumsum(-1) + (tail.document.unsqueeze(-1) if packed else 0)  # type: ignore[union-attr]
-    if not falls and _any(bad, real):
+    if not allow_restarts and _any(bad, real):
         raise ValueError(
             f"positions must continue from {rows} and increase, got {where.tolist()}; to go back, crop the "
-            "cache first, and for packed sequences give documents="
+            "cache first; for packed documents pass documents=…"
         )
     ends, places = _ends(where, counts, rows)
     return Layout(where, ids, None if ids is None else starts, next=ends, places=places, **packing)
 
 
 def _packing(padding: Tensor, batch: int, count: int) -> dict[str, Any]:
-    """What a layout keeps of padding; nothing if there is none."""
+    """The fields of a layout that depend on padding; none if there is no padding."""
     if padding.shape != (batch, count) or padding.dtype != torch.bool:
         raise ValueError(
-            f"padding must be bool of shape {(batch, count)}, True where there is no token; "
+            f"padding must be a bool tensor of shape {(batch, count)}, True where there is no token, "
             f"got {padding.dtype} {tuple(padding.shape)}"
         )
     if torch.compiler.is_compiling():
-        return {"padding": padding, **moves(padding)}
+        return {"padding": padding, **packing_order(padding)}
     holes = [[i for i, hidden in enumerate(row) if hidden] for row in padding.tolist()]
     if not any(holes):
         return {}
     moved = any(row != list(range(count - len(row), count)) for row in holes)
     counts = [count - len(row) for row in holes]
-    return {"padding": padding, "counts": counts, "holes": holes, **(moves(padding) if moved else {})}
+    return {"padding": padding, "counts": counts, "holes": holes, **(packing_order(padding) if moved else {})}
 
 
-def moves(padding: Tensor) -> dict[str, Tensor]:
-    """Indices that put tokens before padding, and back."""
+def packing_order(padding: Tensor) -> dict[str, Tensor]:
+    """The indices `order` and `back` of a layout."""
     order = padding.to(torch.uint8).argsort(dim=-1, stable=True)
     return {"order": order, "back": order.argsort(-1)}
 
 
 def checked(tensor: Tensor, name: str, batch: int, count: int, coords: int, device: torch.device) -> Tensor:
-    """Positions or ids as (B|1, T, …)."""
+    """Reshape positions or ids to (B|1, T, …), or raise a ValueError."""
     axes = (coords,) if coords > 1 else ()
     rows = tensor[None] if tensor.dim() == 1 + len(axes) else tensor
     if rows.shape not in ((1, count, *axes), (batch, count, *axes)):
         raise ValueError(
-            f"{name} must be of shape {(count, *axes)} or {(batch, count, *axes)}, one for each new token; "
+            f"{name} must have shape {(count, *axes)} or {(batch, count, *axes)}, one for each new token, "
             f"got {tuple(tensor.shape)}"
         )
     return rows.to(device)
 
 
 def _follow(rows: Sequence[float], count: int, device: torch.device) -> Tensor:
-    """Positions that go on from `rows`: (1, T) if all sequences stand at the same one."""
+    """Positions that continue from `rows`, (B, T), or (1, T) if these are equal."""
     if len(set(rows)) <= 1:
         first = rows[0] if rows else 0
         return torch.arange(first, first + count, device=device)[None]
@@ -201,12 +212,12 @@ def _follow(rows: Sequence[float], count: int, device: torch.device) -> Tensor:
 
 
 def valid(counts: Tensor, count: int) -> Tensor:
-    """(B, T), True at tokens, in packed order."""
+    """(B, T), True at tokens and False at padding, in packed order."""
     return torch.arange(count, device=counts.device) < counts.unsqueeze(-1)
 
 
 def _changes(ids: Tensor, tail: Tail | None) -> Tensor:
-    """(B|1, T): where a document begins. A cache that is not packed holds document 0."""
+    """(B|1, T), True where a document starts. Tokens cached without ids have id 0."""
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     if tail is not None:
@@ -216,8 +227,8 @@ def _changes(ids: Tensor, tail: Tail | None) -> Tensor:
     return starts
 
 
-def drops(where: Tensor, last: Tensor | None) -> Tensor:
-    """(B, T): where positions do not increase, from `last` (B,) on; the first may stand anywhere without it."""
+def decreases(where: Tensor, last: Tensor | None) -> Tensor:
+    """(B, T), True where positions do not increase; the first one is compared with `last`, (B,), if given."""
     starts = torch.zeros_like(where, dtype=torch.bool)
     starts[:, 1:] = where[:, 1:] <= where[:, :-1]
     if last is not None:
@@ -226,13 +237,13 @@ def drops(where: Tensor, last: Tensor | None) -> Tensor:
 
 
 def _last(tail: Tail, device: torch.device) -> Tensor:
-    """(B,): the position of the last token; a sequence without tokens may begin anywhere."""
+    """The position of each last token, (B,); -inf for a sequence without tokens."""
     last = [n - 1 if cached else float("-inf") for n, cached in zip(tail.next, tail.lengths, strict=True)]
     return torch.tensor(last, device=device)
 
 
 def _within(starts: Tensor, rows: Sequence[float] | None = None) -> Tensor:
-    """Positions counted from the start of each document; before the first start they go on from `rows`."""
+    """Positions that start at 0 in each document. Before the first start they continue from `rows`."""
     token = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
     first = torch.where(starts, token, -1).cummax(-1).values
     if rows is None:
@@ -242,7 +253,7 @@ def _within(starts: Tensor, rows: Sequence[float] | None = None) -> Tensor:
 
 
 def _any(flags: Tensor, valid: Tensor | None) -> bool:
-    """Whether any is set at a token; while compiling values are unknown, and the safe answer is yes."""
+    """Whether any flag is set at a token. True under torch.compile, which cannot read values."""
     if torch.compiler.is_compiling():
         return True
     return bool((flags if valid is None else flags & valid).any())
@@ -251,7 +262,7 @@ def _any(flags: Tensor, valid: Tensor | None) -> bool:
 def _ends(
     where: Tensor, counts: Sequence[int] | None, rows: Sequence[float]
 ) -> tuple[list[float] | None, list[list[float]] | None]:
-    """The position that follows in each sequence; and all positions, unless they went on in steps of one."""
+    """The next position of each sequence; and all positions, or None if they continue in steps of one."""
     if torch.compiler.is_compiling():
         return None, None
     places = where.tolist()

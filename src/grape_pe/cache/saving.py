@@ -1,4 +1,4 @@
-"""Saving a `StreamingCache` and loading it again."""
+"""Save and load a `StreamingCache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = "grape-pe cache 3"
 
 
 def saved_state(cache: StreamingCache) -> dict[str, Any]:
-    """Copies of all tensors, and plain values."""
+    """Copies of all tensors, lengths and settings of a cache."""
     saved = {**_settings(cache), **cache.sequences.saved()}
     for name, table in (("tokens", cache.tokens), ("states", cache.states)):
         saved |= {f"{name}.{n}": t.clone() for n, t in table.stored().items()}
@@ -26,12 +26,18 @@ def saved_state(cache: StreamingCache) -> dict[str, Any]:
 
 
 def load(cache: StreamingCache, saved: Mapping[str, Any]) -> None:
-    """Put what was saved into an empty cache with the same settings; a ValueError if they are not."""
+    """Fill an empty cache with a saved one; a ValueError if their settings differ."""
     if saved.get("format") != FORMAT:
-        raise ValueError(f"not a saved cache: expected format {FORMAT!r}, got {saved.get('format')!r}")
+        raise ValueError(
+            f"not a saved cache of this version: expected format {FORMAT!r}, got {saved.get('format')!r}; "
+            "run the tokens again"
+        )
     for name, ours in _settings(cache).items():
         if saved.get(name) != ours:
-            raise ValueError(f"saved with {name}={saved.get(name)}, this cache is for {name}={ours}")
+            raise ValueError(
+                f"the saved cache has {name}={saved.get(name)}, this cache has {name}={ours}; "
+                "load it into a cache with the same settings"
+            )
     cache.sequences = Sequences(**{name: copy.deepcopy(saved[name]) for name in cache.sequences.saved()})
     for name, table in (("tokens", cache.tokens), ("states", cache.states)):
         found = {n.removeprefix(f"{name}."): t for n, t in saved.items() if n.startswith(f"{name}.")}
@@ -53,10 +59,13 @@ def _settings(cache: StreamingCache) -> dict[str, Any]:
 
 
 def _find_state(cache: StreamingCache) -> None:
-    """Where the state is kept; an error if another encoding filled the tables."""
+    """Set `state_names`; a ValueError if the tables are those of another encoding."""
     code = cache._blank()
     shifted = None if cache.shift is None else (code.k, code.k)
-    columns, states, cache.carried = cache._columns(code, code.k, shifted, Layout())
+    columns, states, cache.state_names = cache._columns(code, code.k, shifted, Layout())
     for table, names in ((cache.tokens, columns), (cache.states, states)):
         if names.keys() != table.storage.keys() - OPTIONAL:
-            raise ValueError(f"the saved cache has {sorted(table.storage)}, expected {sorted(names)}")
+            raise ValueError(
+                f"the saved cache has the tensors {sorted(table.storage)}, expected {sorted(names)}; "
+                "load it into a cache of the same encoding"
+            )

@@ -1,4 +1,4 @@
-"""What a cache knows of its sequences without looking at tensors: lengths, positions, columns of padding."""
+"""Lengths, positions and padding of cached sequences, as Python numbers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any, Self
 
 from .layout import Layout
 
-#: a token that does not stand one position after the token before it: (index, position)
+#: (index, position) of a token that is not one position after the token before it
 Jump = tuple[int, float]
 
 
 @dataclass
 class Sequences:
-    """Lengths and positions of the sequences of a batch; plain numbers, so a step reads no tensor.
+    """Lengths and positions of the sequences of a batch, as Python numbers, so that no tensor has to be read.
 
-    lengths: tokens of each sequence; empty for an empty cache.
-    next: the position that follows, of each sequence; None with several coordinates.
-    jumps: where the positions of each sequence do not go on in steps of one from 0; empty if nowhere.
-    columns: tokens and padding of all calls, which is the width of an attention mask.
-    padded: which of the columns are padding, for each sequence; empty if none is.
+    Args:
+        lengths: number of tokens of each sequence; empty for an empty cache.
+        next: the next position of each sequence; None with several coordinates.
+        jumps: for each sequence, where its positions do not continue in steps of one from 0; empty if nowhere.
+        columns: number of tokens and padding of all calls, which is the width of an attention mask.
+        padded: for each sequence, the columns that are padding; empty if none are.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Sequences:
     padded: list[list[int]] = field(default_factory=list)
 
     def append(self, layout: Layout, batch: int, count: int) -> None:
+        """Add the `count` tokens of a layout."""
         lengths, counts = self.lengths or [0] * batch, layout.counts or [count] * batch
         if layout.places is not None:
             self._append_jumps(layout.places, lengths)
@@ -39,6 +41,7 @@ class Sequences:
         self.append_columns(layout, count)
 
     def append_columns(self, layout: Layout, count: int) -> None:
+        """Add columns of the attention mask only."""
         if layout.holes is not None:
             old, first = self.padded or [[] for _ in layout.holes], self.columns
             self.padded = [a + [first + i for i in b] for a, b in zip(old, layout.holes, strict=True)]
@@ -52,7 +55,7 @@ class Sequences:
             self.jumps.append(jumps + [(i, place) for i, (before, place) in pairs if place != before + 1])
 
     def crop(self, counts: Sequence[int]) -> None:
-        """Without the last counts[b] tokens of each sequence; a sequence without tokens begins at 0 again."""
+        """Remove the last counts[b] tokens of each sequence b. An emptied sequence starts at 0 again."""
         self.lengths = [n - c for n, c in zip(self.lengths, counts, strict=True)]
         rows = list(zip(self.jumps or [[]] * len(self.lengths), self.lengths, strict=True))
         self.jumps = [[jump for jump in jumps if jump[0] < length] for jumps, length in rows]
@@ -63,28 +66,29 @@ class Sequences:
         self.padded = [list(range(self.columns - n)) for n in self.lengths] if self.padded else []
 
     def tokens_of(self, columns: int) -> list[int]:
-        """How many tokens of each sequence stand in the last `columns` columns."""
+        """The number of tokens of each sequence in the last `columns` columns."""
         first, padded = self.columns - columns, self.padded or [[] for _ in self.lengths]
         return [columns - sum(column >= first for column in row) for row in padded]
 
     @property
     def batch(self) -> int:
-        """Sequences seen so far; 0 for an empty cache."""
+        """Number of sequences; 0 for an empty cache."""
         return len(self.lengths or self.padded)
 
     @property
     def gaps(self) -> bool:
-        """Whether padding stands between tokens or after them."""
+        """Whether there is padding between or after tokens."""
         return any(row != list(range(len(row))) for row in self.padded)
 
     def select(self, rows: Sequence[int]) -> None:
+        """Keep the sequences `rows`, in that order."""
         self.lengths = [self.lengths[row] for row in rows] if self.lengths else []
         self.next = None if self.next is None else [self.next[row] for row in rows]
         self.jumps = [self.jumps[row] for row in rows] if self.jumps else []
         self.padded = [self.padded[row] for row in rows] if self.padded else []
 
     def move(self, offset: float) -> None:
-        """All positions smaller by `offset`."""
+        """Make all positions smaller by `offset`."""
         assert self.next is not None
         self.next = [p - offset if n else p for p, n in zip(self.next, self.lengths, strict=True)]
         jumps = self.jumps or [[]] * len(self.lengths)
@@ -99,4 +103,5 @@ class Sequences:
         return copy.deepcopy(self)
 
     def saved(self) -> dict[str, Any]:
+        """The fields by name, copied."""
         return copy.deepcopy(self.__dict__)

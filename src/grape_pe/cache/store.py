@@ -1,4 +1,4 @@
-"""Tensors and lengths of the tokens of one attention layer: `TokenStore`, the base of `StreamingCache`."""
+"""`TokenStore`, the base class of `StreamingCache`: the storage of one attention layer's tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .table import OPTIONAL, TokenTable
 
 
 class TokenStore:
-    """Two tables of tokens, the lengths of the sequences, and a bound of the keys' norms.
+    """Two tables of tokens, the lengths of the sequences, and a bound of the norms of keys.
 
-    It writes what it is given, cuts, selects, copies and moves. `StreamingCache` fills and reads it.
+    It appends, crops, selects, copies and moves tokens. `StreamingCache` encodes them and reads them.
     """
 
     encoding: Encoding
@@ -32,32 +32,32 @@ class TokenStore:
     def reset(self) -> Self:
         """Remove all tokens and release the storage."""
         keep = None if self.window is None else self.window + self.rollback
-        self.tokens = TokenTable(self.capacity, keep, self.sinks)  # read by all later queries
-        self.states = TokenTable(None, self.rollback + self.encoding.lookback)  # read by the next token only
-        self.carried: Any = None  # the encoding's state, with the names of columns in place of tensors
+        self.tokens = TokenTable(self.capacity, keep, self.sinks)  # for all later queries
+        self.states = TokenTable(None, self.rollback + self.encoding.lookback)  # for the next token only
+        self.state_names: Any = None  # the encoding's state, with names of columns instead of tensors
         self.sequences = Sequences()
-        self.bound: Tensor | None = None  # (B, Hkv), no shorter than any key but the last `unbounded`
+        self.bound: Tensor | None = None  # (B, Hkv), the largest norm of all keys but the last `unbounded`
         self.unbounded = 0
         return self
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence, dropped ones included."""
+        """Number of tokens of the longest sequence, including tokens dropped by a window."""
         return max(self.sequences.lengths, default=0)
 
     @property
     def batch(self) -> int:
-        """Sequences seen so far; 0 for an empty cache."""
+        """Number of sequences; 0 for an empty cache."""
         return self.sequences.batch
 
     @property
     def next_position(self) -> Tensor | None:
-        """(B,): the position of the next token of each sequence; None if empty or with coords > 1."""
+        """The position of the next token of each sequence, (B,); None if empty or with several coordinates."""
         known = self.sequences
         return torch.tensor(known.next) if known.lengths and known.next is not None else None
 
     def tail(self) -> Tail | None:
-        """Where the next call goes on; None for an empty cache."""
+        """The end of the sequences, from which the next call continues; None for an empty cache."""
         known = self.sequences
         if not known.lengths or known.next is None:
             return None
@@ -65,8 +65,8 @@ class TokenStore:
         last = None if document is None else document[:, 0, self.tokens.length - 1]
         return Tail(known.next, known.lengths, last)
 
-    def _traces(self) -> dict[str, Tensor]:
-        """The cached tensors of the bias, by the bias's own names."""
+    def _bias_tensors(self) -> dict[str, Tensor]:
+        """The cached key-side tensors of the bias, by the names of `Bias.key_tensors`."""
         kept = self.tokens.stored()
         return {name.removeprefix("bias."): t for name, t in kept.items() if name.startswith("bias.")}
 
@@ -84,7 +84,7 @@ class TokenStore:
             self.tokens.cut(pads)
             self.bound = None
         kept = self.rollback + self.encoding.lookback
-        if pads is None and count > kept:  # nothing older can be reached any more
+        if pads is None and count > kept:  # no older state can be needed again
             self.states.clear()
             states, count = {name: t[:, :, -kept:] for name, t in states.items()}, kept
         if states:
@@ -92,13 +92,13 @@ class TokenStore:
         if states and pads is not None:
             self.states.cut(pads, trim=True)
 
-    def _state(self, carried: Any) -> Any:
-        if isinstance(carried, tuple):
-            return tuple(self._state(part) for part in carried)
-        if carried is None:
+    def _state(self, state_names: Any) -> Any:
+        if isinstance(state_names, tuple):
+            return tuple(self._state(part) for part in state_names)
+        if state_names is None:
             return None
-        table = self.tokens if carried in self.tokens.storage else self.states
-        return table.newest(carried, self.encoding.lookback)
+        table = self.tokens if state_names in self.tokens.storage else self.states
+        return table.newest(state_names, self.encoding.lookback)
 
     def _shift_state(self) -> tuple[Tensor, Tensor] | None:
         if self.shift is None or not self.sequences.lengths:
@@ -106,7 +106,7 @@ class TokenStore:
         return self.states.newest("shift.k", 1), self.states.newest("shift.v", 1)
 
     def _key_bound(self) -> Tensor:
-        """(B, Hkv): no key is longer. Only keys that came since the last time are read."""
+        """The largest norm of all cached keys, (B, Hkv). Only reads keys that are new since the last call."""
         if self.bound is None:
             self.bound = key_bound(self.tokens.view("k"))
         elif self.unbounded:
@@ -114,16 +114,16 @@ class TokenStore:
         self.unbounded = 0
         return self.bound
 
-    # Cutting and moving ---------------------------------------------------------------------------
+    # Removing and moving --------------------------------------------------------------------------
 
     def crop(self, tokens: int | Sequence[int] | Tensor) -> Self:
-        """Take back the last `tokens` tokens (one number, or one for each sequence), as if never appended."""
+        """Remove the last `tokens` tokens: one number, or one for each sequence. At most `rollback`, or all."""
         given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         each = given if isinstance(given, Sequence) else [given] * max(1, len(self.sequences.lengths))
         return self._crop([int(n) for n in each])
 
     def crop_columns(self, columns: int) -> Self:
-        """Take back the last `columns` columns of the attention mask: tokens, and padding between them."""
+        """Remove the last `columns` columns of the attention mask: tokens, and padding between them."""
         first, padded = self.sequences.columns - columns, self.sequences.padded
         self._crop(self.sequences.tokens_of(columns))
         self.sequences.columns = first
@@ -146,7 +146,7 @@ class TokenStore:
         lengths = self.sequences.lengths or [0] * len(counts)
         if len(counts) != len(lengths):
             raise ValueError(
-                f"crop takes one number, or one for each of {len(lengths)} sequences, got {counts}"
+                f"crop takes one number, or one for each of the {len(lengths)} sequences, got {counts}"
             )
         uneven = list(counts) != lengths and (len(set(counts)) > 1 or bool(self.tokens.lead))
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -154,8 +154,8 @@ class TokenStore:
                 raise ValueError(f"cannot remove {count} tokens: the cache has {length}")
             if uneven and self.sinks and length - count <= self.sinks:
                 raise ValueError(
-                    f"sequences of different lengths must keep more than their first sinks={self.sinks} "
-                    f"tokens: cannot remove {count} of {length}"
+                    f"cannot remove {count} of {length} tokens: sequences of different lengths must keep more than "
+                    f"sinks={self.sinks} tokens"
                 )
             if 0 < count < length and not self._reachable(b, count, length - count):
                 raise ValueError(
@@ -164,14 +164,16 @@ class TokenStore:
                 )
 
     def _reachable(self, b: int, count: int, left: int) -> bool:
-        """Whether the keys and the state before the last `count` tokens of sequence b are still here."""
-        kept = self.tokens.held(b)
+        """Whether the keys and the state before the last `count` tokens of sequence b are still stored."""
+        kept = self.tokens.tokens_of(b)
         if kept < count + left and kept - count < self.sinks + min((self.window or 1) - 1, left - self.sinks):
             return False
-        return not self.states.storage or self.states.held(b) - count >= min(self.encoding.lookback, left)
+        return not self.states.storage or self.states.tokens_of(b) - count >= min(
+            self.encoding.lookback, left
+        )
 
     def select(self, index: Tensor) -> Self:
-        """Keep the sequences `index` of the batch, in that order: beam search, finished requests."""
+        """Keep the sequences `index` of the batch, in that order, for beam search or finished requests."""
         if not self.batch:
             return self
         rows = index.tolist()
@@ -187,22 +189,22 @@ class TokenStore:
     reorder = select
 
     def repeat(self, times: int) -> Self:
-        """Every sequence `times` times, side by side."""
+        """Repeat every sequence `times` times, as `torch.repeat_interleave` does."""
         return self.select(torch.arange(self.batch).repeat_interleave(times))
 
     def fork(self) -> Self:
-        """An independent copy: what is written to one is not seen by the other."""
+        """Return an independent copy of the cache."""
         copied = copy.copy(self)
         copied.tokens, copied.states = self.tokens.copy(), self.states.copy()
         copied.sequences = self.sequences.copy()
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """`fork`: the tokens are copied, not the modules of the layer they belong to."""
+        """Same as `fork`: copies the tokens, but not the layer's modules."""
         return self.fork()
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Move everything; `dtype` is for keys and values only, sums and positions keep their precision."""
+        """Move all tensors. `dtype` applies to keys and values only; sums and positions keep their precision."""
         cast = ("k", "v", "shift.k", "shift.v")
         for table in (self.tokens, self.states):
             table.map(lambda name, t: t.to(device, dtype if name in cast else None))
@@ -211,10 +213,10 @@ class TokenStore:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one more token of one sequence costs, in all heads of this layer."""
+        """Bytes for each token of a sequence, over all heads of this layer."""
         return sum(t[:1, :, :1].nbytes for name, t in self.tokens.storage.items() if name not in OPTIONAL)
 
     @property
     def nbytes(self) -> int:
-        """What is stored now, in bytes."""
+        """Bytes of all stored tokens."""
         return sum(t.nbytes for table in (self.tokens, self.states) for t in table.stored().values())

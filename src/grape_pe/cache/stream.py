@@ -1,10 +1,10 @@
-"""One cache for every encoding, exact however the sequence is cut.
+"""`StreamingCache`, a KV cache for all encodings, with the same results as one call over the whole sequence.
 
     cache = grape.StreamingCache(enc)
-    y = cache.attend(q, k, v, x=x)          # any number of new tokens, at the positions that follow
+    y = cache.attend(q, k, v, x=x)          # any number of new tokens
 
-Kept for each token: its encoded key, its value, the key-side tensors of its bias and, for the last
-`rollback` tokens, the running state after it. Nothing is recomputed for an old token.
+It stores the encoded key, the value and the key-side bias tensors of each token and, for the last `rollback` tokens,
+the encoding's state after it. Nothing is computed again for earlier tokens.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .layout import Layout, arrange
 from .saving import load, saved_state
 from .store import TokenStore
 
-#: keys from which on a bound of their norms is kept; attention over fewer does not use it
+#: from this number of keys on, a bound of their norms is kept, with which attention can skip keys
 BOUND_FROM = 2048
 
 
 class StreamingCache(TokenStore):
-    """Keys, values, bias tensors and running state of one attention layer.
+    """The KV cache of one attention layer: keys, values, bias tensors and the encoding's state.
+
+    Gradients flow through the tokens of a call, but not to tokens cached by earlier calls.
 
     Args:
         encoding: the layer's encoding.
-        window: a token sees fewer than `window` tokens back; older keys are dropped.
-        sinks: the first tokens, which stay visible when a window is set. Refused where the bias sums or
-            counts the tokens in between, because those are dropped.
-        capacity: allocate storage for this many tokens once. Without a window, more tokens raise a ValueError.
+        window: a token attends to itself and to the `window` - 1 tokens before it; older keys are dropped.
+        sinks: number of initial keys visible outside the window. Not possible if the bias sums or counts the
+            tokens between query and key, because these are dropped.
+        capacity: number of tokens to allocate storage for at once. Without a window, more tokens raise a ValueError.
             None: the storage doubles when it is full.
-        rollback: how many tokens `crop` can remove; the cache keeps states and dropped keys for that long.
+        rollback: number of tokens that `crop` can remove. Larger values store more states and dropped keys.
         shift: the layer's `KVShift`, if it has one; every call then needs x.
-        key_norm: applied to the keys after the shift and before the encoding.
-        norm_after: the norms of queries and keys that come after the encoding; `rebase` is then refused.
-
-    Gradients pass through the tokens of a call and stop at what was cached before it.
+        key_norm: norm of the keys, after the shift and before the encoding.
+        norm_after: norms of encoded queries and keys; `rebase` is then not possible.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class StreamingCache(TokenStore):
         check_window(window, sinks)
         if (capacity is not None and capacity < 1) or rollback < 0:
             raise ValueError(
-                f"capacity must be at least 1 token and rollback 0 or more, got {capacity} and {rollback}"
+                f"capacity must be at least 1 and rollback at least 0, got capacity={capacity} and "
+                f"rollback={rollback}"
             )
         self.encoding, self.shift, self.key_norm, self.norm_after = encoding, shift, key_norm, norm_after
         self.window, self.sinks, self.capacity, self.rollback = window, sinks, capacity, rollback
@@ -85,23 +86,28 @@ class StreamingCache(TokenStore):
         documents: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Append new tokens and attend from them: (B, H, T, Dv).
+        """Append new tokens and compute their attention over all cached tokens.
 
         Args:
-            x: (B, T, C), the block's input, for encodings and shifts that read it.
-            positions: those that follow, unless given; they must increase.
-            padding: (B, T) bool, True where a sequence has no token, anywhere; such rows give zeros.
-            documents: (T,) or (B, T) ids of packed sequences, a new one for each document. A document begins
-                where the id changes; its positions start at 0 and it sees its own tokens only. Tokens cached
-                without ids have id 0.
-            options: of `grape.attend`.
+            q: queries before the encoding, (B, H, T, D).
+            k: keys before the encoding, (B, Hkv, T, D).
+            v: values, (B, Hkv, T, Dv).
+            x: the attention block's input, (B, T, C); needed by contextual encodings and a KV-shift.
+            positions: (T,) or (B, T), increasing; by default they continue from the last token.
+            padding: bool (B, T), True where a sequence has no token, in any column. The output there is zero.
+            documents: ids of packed documents, (T,) or (B, T). A document starts where the id changes. Its positions
+                start at 0, and its tokens attend only to each other. Tokens cached without ids have id 0.
+            options: options of `grape.attend`, such as `scale`.
+
+        Returns:
+            The attention output, (B, H, T, Dv).
         """
         where = {"positions": positions, "padding": padding, "documents": documents}
         layout, inputs = self._append(q, k, v, x, **where)
         return layout.unpack(inputs.attend(**options), 2)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **where: Tensor) -> Self:
-        """Append new tokens only; `where` as for `attend`: positions, padding, documents."""
+        """Append new tokens without attention. `where`: positions, padding and documents, as for `attend`."""
         self._append(q, k, v, x, **where)
         return self
 
@@ -116,36 +122,40 @@ class StreamingCache(TokenStore):
         self.encoding.check(q, k, x)
         (batch, _, count, _), known = q.shape, len(self.sequences.lengths)
         if known not in (0, batch):
-            raise ValueError(f"the cache holds {known} sequences, the call has {batch}")
-        settings = {"tail": self.tail(), "coords": self.encoding.coords, "falls": False}
+            raise ValueError(
+                f"the cache holds {known} sequences, the call has {batch}; select sequences, or use a new cache"
+            )
+        settings = {"tail": self.tail(), "coords": self.encoding.coords, "allow_restarts": False}
         layout = arrange(batch, count, q.device, **where, **settings)  # type: ignore[arg-type]
         check_packing(self.encoding, layout)
         return layout.prepare(self.preparation, q.dtype)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, layout: Layout) -> AttentionInputs:
-        """Append the tokens of a call, packed by `layout`; returns all that they see.
+        """Append tokens packed by `layout` and return the arguments of their attention.
 
-        Models call this, with one layout for all layers. Nothing changes if it raises.
+        Models call this with one layout for all layers. The cache does not change if this raises an error.
         """
-        before = self._state(self.carried), self._shift_state()
+        before = self._state(self.state_names), self._shift_state()
         norms = self.key_norm, self.norm_after
         code, v, shifted = encode(self.encoding, q, k, v, x, layout, self.shift, *norms, *before)
         count, counts, fresh = q.shape[2], layout.counts, not self.sequences.lengths
         if not count or (counts is not None and not any(counts)):
             self.sequences.append_columns(layout, count)
             return AttentionInputs(code.q, code.k, v, code.bias, {})
-        columns, states, carried = self._columns(code, v, shifted, layout)
+        columns, states, state_names = self._columns(code, v, shifted, layout)
         self._check_sinks(code.bias, counts)
         self.tokens.check(columns)
         self.states.check(states)
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in columns.values())
         if learns and counts is not None and not fresh:
-            raise ValueError("a padded call that continues a cache has no gradients; use torch.no_grad()")
+            raise ValueError(
+                "a call with padding that continues a cache has no gradients; use torch.no_grad()"
+            )
         if self.settles and not fresh:
             self._settle(code.bias)
         self._write(columns, states, count, counts)
         self.sequences.append(layout, q.shape[0], count)
-        self.carried = carried
+        self.state_names = state_names
         if fresh:
             return AttentionInputs(code.q, code.k, v, code.bias, self._masks(count, layout.documents))
         inputs = self._inputs(code, columns if learns else {}, counts)
@@ -154,8 +164,8 @@ class StreamingCache(TokenStore):
 
     @torch.no_grad()
     def _settle(self, bias: Bias) -> None:
-        """Rewrite the cached bias tensors for later queries, except of tokens that can still be taken back."""
-        cached = self._traces()
+        """Apply `Bias.settled` to the cached bias tensors, except those of tokens that can still be removed."""
+        cached = self._bias_tensors()
         for name, tensor in bias.replaced(cached).settled(self.states.length).key_tensors().items():
             if tensor is not cached[name]:
                 cached[name].copy_(tensor)
@@ -163,7 +173,10 @@ class StreamingCache(TokenStore):
     def _columns(
         self, code: Encoded, v: Tensor, shifted: tuple[Tensor, Tensor] | None, layout: Layout
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-        """What the two tables keep. A state that is also a bias tensor is kept once, as the latter."""
+        """The columns of both tables, and the state with names of columns instead of tensors.
+
+        A state that is also a bias tensor is stored only as that.
+        """
         batch, count = v.shape[0], v.shape[2]
         of_bias = code.bias.key_tensors()
         columns = {"k": code.k, "v": v}
@@ -189,13 +202,14 @@ class StreamingCache(TokenStore):
     def _check_sinks(self, bias: Bias, counts: Sequence[int] | None) -> None:
         if self.sinks and _reads_in_between(bias):
             raise ValueError(
-                f"the bias of {self.encoding!r} sums or counts the tokens between query and key; with sinks those "
-                "would be gone. Use a window without sinks (or pairwise=True in a TileBias of features alone)"
+                f"sinks={self.sinks} is not possible for {self.encoding!r}: its bias sums or counts the tokens "
+                "between query and key, which are dropped; use a window without sinks (or, for your own TileBias that "
+                "reads only these two tokens, pairwise=True)"
             )
         if self.sinks and counts is not None and min(self.sequences.lengths or counts) <= self.sinks:
             raise ValueError(
-                f"padding needs more than sinks={self.sinks} tokens of every sequence, because the first "
-                "ones are kept in the same place: prefill them without padding"
+                f"padding needs sequences of more than sinks={self.sinks} tokens, because the first tokens of all "
+                "sequences must be aligned; run these tokens without padding first"
             )
 
     # Reading ------------------------------------------------------------------------------------
@@ -222,7 +236,7 @@ class StreamingCache(TokenStore):
 
     def _masks(self, count: int, documents: Tensor | None, hidden: Tensor | None = None) -> dict[str, Any]:
         masks: dict[str, Any] = {}
-        if self.window is not None and count > 1:  # for one query, what is read is the window
+        if self.window is not None and count > 1:  # a single query reads only the keys of its window
             masks |= {"window": self.window, "sinks": self.sinks}
         if documents is not None:
             masks["documents"] = documents
@@ -231,20 +245,22 @@ class StreamingCache(TokenStore):
         return masks
 
     def rebase(self, offset: float) -> Self:
-        """Move all positions down by `offset`, keys and bias with them, where the relative law allows it."""
+        """Make all cached positions smaller by `offset`, with keys and bias, if the relative law holds."""
         if self.encoding.coords > 1:
-            raise ValueError("positions of several coordinates cannot be rebased; keep them as they are")
+            raise ValueError(
+                f"positions with coords={self.encoding.coords} cannot be rebased; keep them as they are"
+            )
         if self.norm_after is not None:
             raise ValueError(
-                "keys cannot be moved to other positions: the QK norm stands after the rotation, and its weights do "
+                "keys cannot be moved to other positions: the QK norm comes after the rotation, and its weights do "
                 "not commute with it; use qk_norm=True"
             )
         offset = float(offset)
         if not math.isfinite(offset):
-            raise ValueError(f"rebase takes a finite offset, got {offset}")
+            raise ValueError(f"offset must be finite, got {offset}")
         if not self.sequences.lengths:
             return self
-        cached = self._traces()
+        cached = self._bias_tensors()
         moved = self._blank().bias.replaced(cached).rebased(offset).key_tensors()
         keys = self.tokens.view("k")
         keys.copy_(self.encoding.rebase_keys(keys, offset).detach())
@@ -257,18 +273,18 @@ class StreamingCache(TokenStore):
     # Size, saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on later: copies of all tensors, and plain values."""
+        """Copies of all tensors, lengths and settings, to continue later with `load_state_dict`."""
         return saved_state(self)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> Self:
-        """Continue from `state_dict()`, in a cache built with the same encoding and settings."""
+        """Load the result of `state_dict()` into a cache with the same encoding and settings."""
         copied = copy.copy(self).reset()
         load(copied, saved)
         self.__dict__.update(copied.__dict__)
         return self
 
     def _blank(self) -> Encoded:
-        """What the encoding returns for one zero token: the structure of its bias and state."""
+        """The encoding's output for one token of zeros, which has the structure of its bias and state."""
         v, shape, coords = (
             torch.zeros_like(self.tokens.newest("v", 1)),
             self.encoding.shape,
@@ -282,6 +298,7 @@ class StreamingCache(TokenStore):
 
 
 def _reads_in_between(bias: Bias) -> bool:
+    """Whether b(t, j) depends on tokens between j and t, or on their number."""
     if isinstance(bias, SumBias):
         return any(_reads_in_between(part) for part in bias.parts)
     if isinstance(bias, TileBias):

@@ -1,7 +1,7 @@
-"""The table of cached tokens: named columns (B, n, S, …) that grow together along the token axis.
+"""`TokenTable`, the storage of a cache: named columns (B, n, S, …) that grow together along the token axis.
 
-Sequences of different lengths are aligned at their last token. The slots before a shorter sequence are
-empty: zero in every column.
+Sequences of different lengths are aligned at their last token. A shorter sequence has empty slots before it, which
+are zero in every column.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-#: columns that exist only when they are needed
+#: columns that are added only when a call needs them
 OPTIONAL = {"document"}
 
 
 class TokenTable:
-    """Named tensors along one token axis (the third), written at the end, read as views.
+    """Named tensors with a common token axis (the third), appended to at the end and read as views.
 
-    A write costs O(1) per token on average, because the storage doubles when it is full.
-    Dropping old tokens moves data only then.
+    Appending costs O(1) per token on average: the storage doubles when it is full, and only then are old tokens
+    dropped.
 
     Args:
-        capacity: allocate storage for this many tokens once (a static cache).
-        keep_last: drop older tokens; None keeps all.
-        keep_first: number of first tokens that are never dropped.
+        capacity: number of tokens to allocate storage for at once; None to grow as needed.
+        keep_last: number of last tokens to keep; None keeps all.
+        keep_first: number of first tokens to keep as well.
     """
 
     def __init__(self, capacity: int | None = None, keep_last: int | None = None, keep_first: int = 0):
@@ -33,17 +33,17 @@ class TokenTable:
         self.storage: dict[str, Tensor] = {}
         self.length = 0  # slots in use
         self.lead: list[int] = []  # empty slots of each sequence, after the first `keep_first`; [] for none
-        self.ends: Tensor | None = None  # (B, 1): where they end, on the device of the columns
+        self.ends: Tensor | None = None  # (B, 1), the end of these slots, on the device of the columns
 
     # Writing ------------------------------------------------------------------------------------
 
     def check(self, new: Mapping[str, Tensor]) -> None:
-        """Raise a ValueError if `new` cannot be appended; called before anything is written."""
+        """Raise a ValueError if `new` cannot be appended."""
         storage, tokens = self.storage, 0
         if storage and storage.keys() != new.keys():
             for name in (storage.keys() ^ new.keys()) - OPTIONAL:
                 raise ValueError(
-                    f"only one of cache and new tokens has {name!r}: use a cache of the same layer"
+                    f"only one of the cache and the new tokens has {name!r}; use a cache of the same layer"
                 )
         for name, tensor in new.items():
             cached, tokens = storage.get(name, tensor), tensor.shape[2]
@@ -56,44 +56,45 @@ class TokenTable:
                 )
         if self.capacity is not None and self.keep_last is None and self.length + tokens > self.capacity:
             raise ValueError(
-                f"the static cache holds {self.length} of {self.capacity} tokens and cannot take {tokens} "
-                "more; build it with a larger capacity, or with a window"
+                f"the cache holds {self.length} of {self.capacity} tokens, and {tokens} more do not fit; "
+                "build it with a larger capacity, or with a window"
             )
 
     def append(self, new: Mapping[str, Tensor], tokens: int) -> None:
-        """Write `tokens` new tokens. Values are copied without gradients."""
+        """Write new tokens at the end. Values are copied without gradients."""
         if not self.storage:
             size = max(64, tokens) if self.capacity is None else max(self.capacity, tokens)
             self.storage = {name: _allocate(tensor, size) for name, tensor in new.items()}
-        for name in new.keys() - self.storage.keys():  # zero for the tokens already here
+        for name in new.keys() - self.storage.keys():  # a new column is zero for earlier tokens
             self.storage[name] = _allocate(new[name], self.size).zero_()
-        self._make_room(tokens)
+        self._reserve(tokens)
         start, self.length = self.length, self.length + tokens
         for name, tensor in new.items():
             values = tensor.detach() if tensor.requires_grad else tensor
             self.storage[name].narrow(2, start, tokens).copy_(values)
 
     def clear(self) -> None:
-        """Forget all tokens, keeping the storage."""
+        """Remove all tokens and keep the storage."""
         self.length = 0
         self._set_lead([])
 
     def load(self, columns: Mapping[str, Tensor], lead: Sequence[int]) -> None:
-        """Fill an empty table with what `stored` returned."""
+        """Fill an empty table with the columns of `stored` and the `lead` of another table."""
         if columns:
             self.append(columns, next(iter(columns.values())).shape[2])
         self._set_lead(list(lead))
 
     @property
     def size(self) -> int:
-        """Slots allocated."""
+        """Number of allocated slots."""
         return next(iter(self.storage.values())).shape[2] if self.storage else 0
 
     @property
     def device(self) -> torch.device:
+        """The device of the columns."""
         return next(iter(self.storage.values())).device
 
-    def _make_room(self, tokens: int) -> None:
+    def _reserve(self, tokens: int) -> None:
         size, first = self.size, self.keep_first
         if self.length + tokens <= size:
             return
@@ -118,9 +119,9 @@ class TokenTable:
     # Removing -----------------------------------------------------------------------------------
 
     def cut(self, counts: Sequence[int], trim: bool = False) -> None:
-        """Remove the last counts[b] tokens of each sequence b and align what is left at the end.
+        """Remove the last counts[b] tokens of each sequence b and align the others at the end.
 
-        With `trim`, also drop what is older than `keep_last`.
+        With `trim`, also drop tokens before the last `keep_last`.
         """
         if not self.storage:
             return
@@ -136,7 +137,7 @@ class TokenTable:
             self._move(start, away, [max(0, slots - start) for slots in lead])
 
     def _move(self, start: int, away: list[int], lead: list[int]) -> None:
-        """Drop `start` slots after the first ones, shift each sequence by `away`, empty its `lead` slots."""
+        """Drop `start` slots after the first `keep_first`, shift sequences by `away` slots, empty `lead` slots."""
         first, kept = self.keep_first, self.length - start
         slot = torch.arange(first, kept, device=self.device)
         shift, empty = torch.tensor([away, lead], device=self.device).unsqueeze(-1)
@@ -158,12 +159,12 @@ class TokenTable:
         count = min(count, self.length)
         return self.storage[name].narrow(2, self.length - count, count)
 
-    def held(self, b: int) -> int:
-        """Tokens of sequence b that are stored."""
+    def tokens_of(self, b: int) -> int:
+        """Number of stored tokens of sequence b."""
         return self.length - (self.lead[b] if self.lead else 0)
 
     def view(self, name: str, last: int | None = None) -> Tensor:
-        """The first `keep_first` and the `last` tokens of a column, in order; all of them by default."""
+        """The first `keep_first` and the last `last` tokens of a column, in order; all tokens by default."""
         start = 0 if last is None else max(0, self.length - last)
         if start <= self.keep_first:
             return self.storage[name].narrow(2, 0, self.length)
@@ -173,7 +174,7 @@ class TokenTable:
         )
 
     def hidden(self, last: int | None = None) -> Tensor | None:
-        """(B, slots), True where a slot of `view(…, last)` is empty; None where none is."""
+        """(B, slots), True where a slot of `view(…, last)` is empty; None if no slot is."""
         start, first = 0 if last is None else max(0, self.length - last), self.keep_first
         if self.ends is None or first + max(self.lead) <= start:
             return None
@@ -182,20 +183,24 @@ class TokenTable:
         return hidden if start <= first else torch.cat([hidden[:, :first], hidden[:, start:]], 1)
 
     def stored(self) -> dict[str, Tensor]:
+        """All slots in use, by column, as views."""
         return {name: tensor[:, :, : self.length] for name, tensor in self.storage.items()}
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Replace every column by `change(name, column)`."""
         with writable():
             self.storage = {name: change(name, tensor) for name, tensor in self.storage.items()}
         self._set_lead(self.lead)
 
     def select(self, index: Tensor, rows: list[int]) -> None:
+        """Keep the sequences `index` (`rows` as a list), in that order."""
         self.map(lambda _, tensor: tensor.index_select(0, index.to(tensor.device)))
         if self.lead:
             self._set_lead([self.lead[row] for row in rows])
             self.cut([0] * len(rows))
 
     def copy(self) -> TokenTable:
+        """Return an independent copy."""
         copied = TokenTable(self.capacity, self.keep_last, self.keep_first)
         with writable():
             copied.storage = {name: tensor.clone() for name, tensor in self.storage.items()}
@@ -204,25 +209,25 @@ class TokenTable:
 
 
 def take(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
-    """tensor[b, …, index[b, i], …] along `dim`, with index (B, n); a batch of 1 is expanded."""
+    """Gather tensor[b, …, index[b, i], …] along `dim`, with index (B, n); a batch of 1 is expanded."""
     return torch.take_along_dim(tensor, fit(index, tensor, dim), dim)
 
 
 def fit(index: Tensor, like: Tensor, dim: int) -> Tensor:
-    """(B, n) as (B, 1, …, n, …, 1), the n at `dim`."""
+    """Reshape (B, n) to (B, 1, …, n, …, 1) with n at `dim`, to broadcast with `like`."""
     shape = [1] * like.dim()
     shape[0], shape[dim] = index.shape
     return index.view(shape)
 
 
 def writable() -> contextlib.AbstractContextManager[object]:
-    """Tensors made here are ordinary ones, also under inference mode, so that later calls in any mode write to them."""
+    """Turn inference mode off for new storage, so that calls outside inference mode can write to it."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
     return torch.inference_mode(False)
 
 
 def _allocate(like: Tensor, tokens: int) -> Tensor:
-    """Storage for `tokens` tokens."""
+    """Uninitialized storage for a column like this, with `tokens` slots."""
     with writable():
         return torch.empty(*like.shape[:2], tokens, *like.shape[3:], dtype=like.dtype, device=like.device)

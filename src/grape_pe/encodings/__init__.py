@@ -1,8 +1,8 @@
 """Position encodings: each rotates q and k, or adds a bias to the scores. One file per family.
 
-`rotary` RoPE and GRAPE-M · `additive` ALiBi, FoX and GRAPE-A · `path_integral` GRAPE-AP ·
-`liere`, `path` baselines · `temperature` log-n attention · `registry` their names · `facts` their descriptions ·
-`own` encodings of users and other packages.
+`rotary` RoPE and GRAPE-M · `additive` ALiBi, FoX and GRAPE-A · `path_integral` GRAPE-AP · `temperature` log-n
+attention · `registry` builds encodings by name · `facts` describes them · `own` finds encodings of users and of
+other packages.
 """
 
 from .base import Composite, Encoded, Encoding, HeadShape, Tokens

@@ -1,4 +1,4 @@
-"""Biases linear in an offset: ALiBi, FoX, and additive GRAPE with its gates (Eq. A3-A7, G1)."""
+"""Encodings whose bias is linear in an offset: ALiBi, FoX, and gated additive GRAPE (Eq. A3-A7, G1)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bias import DistanceBias, SlopeBias, SlopeTerm, TileBias
+from ..checks import check_choice, check_integer
 from ..precision import working_dtype
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .distance import over, whole_positions
@@ -19,7 +20,7 @@ from .gated_cumsum import Gate, GatedCumsum, softplus_inverse
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The published recipe: geometric for a power of two, else filled up from the next power."""
+    """ALiBi's slopes: a geometric series for powers of two, else completed from the series of the next power."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     if power < heads:
@@ -28,9 +29,14 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class SlopeEncoding(Encoding):
-    """Base: one fixed slope for each query head, ALiBi's unless `slopes` are given (a number: for all heads).
+    """Base class: a fixed slope for each query head.
 
-    A subclass calls `reset_parameters` when all its parameters exist.
+    A subclass calls `reset_parameters` after it has created its parameters.
+
+    Args:
+        shape: heads, key heads, features of a head, and width.
+        slopes: one slope for each head, or one for all; ALiBi's slopes by default.
+        coords: number of coordinates of a position, 1 to 3.
     """
 
     slopes: Tensor
@@ -43,11 +49,11 @@ class SlopeEncoding(Encoding):
             slopes = [slopes] * shape.heads
         if slopes is not None and len(slopes) != shape.heads:
             raise ValueError(
-                f"slopes must have one number for each of {shape.heads} heads, got {len(slopes)}"
+                f"slopes must have one number for each of the {shape.heads} heads, got {len(slopes)}"
             )
         if slopes is not None and not all(s >= 0 for s in slopes):
             raise ValueError(
-                f"slopes must be >= 0 (a penalty that grows with distance), got {list(slopes)}; "
+                f"slopes must be >= 0, so that the penalty grows with distance, got {list(slopes)}; "
                 "pass their absolute values"
             )
         self.initial_slopes = list(slopes) if slopes is not None else alibi_slopes(shape.heads)
@@ -58,24 +64,25 @@ class SlopeEncoding(Encoding):
             self.slopes.copy_(torch.tensor(self.initial_slopes, dtype=torch.float32))
 
     def head_slopes(self, tokens: Tokens) -> Tensor:
-        """(1, H, 1)."""
+        """The slopes, (1, H, 1), in at least float32."""
         return self.slopes.to(tokens.working).view(1, -1, 1)
 
     def offsets(self, tokens: Tokens, rate_q: Tensor | None, rate_k: Tensor | None) -> SlopeBias:
-        """One term for each position coordinate: (rate_q + rate_k) * (n_j - n_t)."""
+        """The bias (rate_q + rate_k) * (n_j - n_t), summed over the coordinates of positions n."""
         axes = [tokens.positions[..., a].unsqueeze(1) for a in range(self.coords)]
         return SlopeBias(tuple(SlopeTerm(n, n, rate_q, rate_k) for n in axes))
 
 
 class ALiBi(SlopeEncoding):
-    """slope_h * (j - t).
+    """ALiBi: the bias slope_h * (j - t).
 
     Args:
         shape: heads, key heads, features of a head, and width.
         slopes: one slope for each head, or one for all; ALiBi's slopes by default.
-        coords: coordinates of a position, 1 to 3.
-        metric: with several coordinates, "axis" (a sum of signed offsets) or "radial" (their distance).
-        both: -slope_h |t - j|, for encoders: keys after the query are penalised too (Eq. D7).
+        coords: number of coordinates of a position, 1 to 3.
+        metric: for several coordinates, "axis" (the sum of signed offsets) or "radial" (the Euclidean distance).
+        both: whether the bias is -slope_h |t - j|, which also penalizes keys after the query; for encoders
+            (Eq. D7).
     """
 
     facts = (
@@ -101,12 +108,11 @@ class ALiBi(SlopeEncoding):
         super().__init__(shape, slopes, coords)
         if both and (coords > 1 or metric == "radial"):
             raise ValueError(
-                f'both=True is for one coordinate, got coords={coords}, metric={metric!r}; use metric="radial" alone, '
-                "which is symmetric"
+                f'both=True needs coords=1 and metric="axis", got coords={coords} and metric={metric!r}; '
+                'metric="radial" is symmetric without it'
             )
         self.both = both
-        if metric not in ("axis", "radial"):
-            raise ValueError(f'metric must be "axis" or "radial", got {metric!r}')
+        check_choice("metric", metric, ("axis", "radial"))
         self.metric = metric
         self.reset_parameters()
 
@@ -117,8 +123,8 @@ class ALiBi(SlopeEncoding):
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         slopes = self.head_slopes(tokens)
         if self.both:
-            places, table = whole_positions(tokens), slopes.view(1, -1, 1, 1, 1)
-            bias = DistanceBias(places, places, table, profile=_symmetric)
+            positions, table = whole_positions(tokens), slopes.view(1, -1, 1, 1, 1)
+            bias = DistanceBias(positions, positions, table, profile=_symmetric)
             return Encoded(tokens.q, tokens.k, bias)
         if self.metric == "axis":
             return Encoded(tokens.q, tokens.k, self.offsets(tokens, slopes, None))
@@ -133,26 +139,25 @@ def _symmetric(distance: Tensor, slopes: Tensor) -> Tensor:
 
 
 def _radial_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:
-    """-slope * |r_t - r_j|: shift-invariant, but no group action (distances do not add)."""
-    apart = query["place"][:, :, rows].unsqueeze(-2) - key["place"][:, :, cols].unsqueeze(-3)
+    """-slope * |r_t - r_j|: shift-invariant, but not a group action, because distances do not add."""
+    offset = query["place"][:, :, rows].unsqueeze(-2) - key["place"][:, :, cols].unsqueeze(-3)
     slope = query["slope"][:, :, rows]
-    return -slope * apart.norm(dim=-1).to(slope.dtype)
+    return -slope * offset.norm(dim=-1).to(slope.dtype)
 
 
 class GatedSlope(SlopeEncoding):
-    """GRAPE-A: the slope depends on the content of the query, the key, or both (Eq. G1).
+    """GRAPE-A: the bias rate * (j - t), where the rate depends on the query, the key, or both (Eq. G1).
 
-    rate = slope_h * sum_r softplus(omega_hr) * [softplus(v_hr . q / sqrt(D)) + softplus(u_hr . k / sqrt(D))]
-    with unit u, v.
+    rate = slope_h * sum_r softplus(omega_hr) * [softplus(v_hr . q / sqrt(D)) + softplus(u_hr . k / sqrt(D))],
+    with learned unit vectors u and v.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        query: the query sets the slope.
-        key: the key sets the slope.
-        atoms: number of terms r. More than 1 is the commuting dictionary: each atom has its own coordinates
-            in the lift, so A_r A_s = 0 and their actions add.
-        slopes: one slope for each head; ALiBi's slopes by default.
-        coords: coordinates of a position, 1 to 3.
+        query: whether the rate depends on the query.
+        key: whether the rate depends on the key.
+        atoms: number of terms r (`grape-a-dict`). Their generators commute, so the terms add (Eq. A6).
+        slopes: one slope for each head, or one for all; ALiBi's slopes by default.
+        coords: number of coordinates of a position, 1 to 3.
     """
 
     facts = (
@@ -205,10 +210,11 @@ class GatedSlope(SlopeEncoding):
         coords: int = 1,
     ) -> None:
         super().__init__(shape, slopes, coords)
-        if not isinstance(atoms, int) or atoms < 1:
-            raise ValueError(f"atoms must be a positive integer, got {atoms!r}")
+        check_integer("atoms", atoms)
         if not (query or key):
-            raise ValueError("a gated slope needs query=True or key=True; without a gate use alibi")
+            raise ValueError(
+                "a gated slope needs query=True or key=True, got neither; without a gate use alibi"
+            )
         d = shape.head_dim
         self.strength = own_parameter(shape.heads, atoms)
         self.v = own_parameter(shape.heads, atoms, d) if query else None
@@ -232,7 +238,7 @@ class GatedSlope(SlopeEncoding):
 
     @classmethod
     def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
-        """For each: its scale (H, 1, R), and the directions v and u (H, D, R) by which q and k are multiplied."""
+        """For each of `parts`, the scale (H, 1, R), and the directions v (H, D, R) and u (Hkv, D, R), or None."""
         slopes, strength = (torch.stack([getattr(p, n) for p in parts]) for n in ("slopes", "strength"))
         scale = slopes.to(working)[..., None, None] * F.softplus(strength.to(working)).unsqueeze(2)
         sides: list[Sequence[Tensor | None]] = []
@@ -256,31 +262,31 @@ class GatedSlope(SlopeEncoding):
 
 
 def _units(direction: Tensor, working: torch.dtype) -> Tensor:
-    """Unit directions (…, R, D) as matrices (…, D, R), divided by sqrt(D)."""
+    """Normalize directions (…, R, D), divide them by sqrt(D) and transpose them to (…, D, R)."""
     unit = F.normalize(direction.to(working), dim=-1) * direction.shape[-1] ** -0.5
     return unit.transpose(-1, -2)
 
 
 def _total(rates: Tensor) -> Tensor:
-    """The sum over atoms (the last axis)."""
+    """Sum over atoms, the last axis."""
     return rates.squeeze(-1) if rates.shape[-1] == 1 else rates.sum(-1)
 
 
 def project(x: Tensor, direction: Tensor) -> Tensor:
-    """<unit direction, x> / sqrt(D) in at least float32: (B, H, T, D), (H, R, D) -> (B, H, T, R)."""
+    """<unit direction, x> / sqrt(D), in at least float32: (B, H, T, D), (H, R, D) -> (B, H, T, R)."""
     working = working_dtype(x.dtype)
     return x.to(working) @ _units(direction, working)
 
 
 class ShiftSlope(SlopeEncoding):
-    """The (D + 1) lift: a translation of [k; 1] gives the *signed* slope -(j - t) omega <u, k_j> (Eq. A3).
+    """The (D + 1) lift of GRAPE-A: the bias -(j - t) omega <u, k_j>, whose slope has both signs (Eq. A3).
 
-    The lift also adds the constant 1 to every score; softmax does not see it and it is left out.
+    The lift also adds 1 to every score, which is left out because softmax does not depend on it.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        slopes: one slope for each head; ALiBi's slopes by default.
-        coords: coordinates of a position, 1 to 3.
+        slopes: one slope for each head, or one for all; ALiBi's slopes by default.
+        coords: number of coordinates of a position, 1 to 3.
     """
 
     facts = (
@@ -315,15 +321,16 @@ class ShiftSlope(SlopeEncoding):
 
 
 class PhaseSlope(SlopeEncoding):
-    """Phase-modulated GRAPE-A: -slope_h * (Phi_t - Phi_j), Phi an inclusive running sum of gates (Eq. A7).
+    """Phase-modulated GRAPE-A: the bias -slope_h * (Phi_t - Phi_j), with Phi_t a sum of gates (Eq. A7).
 
-    The gates start at 1, so that it starts as ALiBi.
+    Phi_t sums the gates of the tokens up to and including t. The gates start at 1 (with "sigmoid" at 0.98), so the
+    encoding starts as ALiBi.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        gate: "softplus" or "sigmoid" of a linear function of the input.
-        phase_per_head: gates for each head instead of one for all.
-        slopes: one slope for each head; ALiBi's slopes by default.
+        gate: "softplus" or "sigmoid" of a linear function of the input x.
+        phase_per_head: whether each head has its own gates.
+        slopes: one slope for each head, or one for all; ALiBi's slopes by default.
     """
 
     facts = (
@@ -351,10 +358,9 @@ class PhaseSlope(SlopeEncoding):
     ) -> None:
         super().__init__(shape, slopes)
         assert shape.width is not None
-        clocks = shape.heads if phase_per_head else 1
-        # sigmoid stays below 1; a bias of 64 (divided by 16) starts it at 0.98
+        # a sigmoid is below 1: a bias of 64, divided by 16, starts it at 0.98
         bias = 64.0 if gate == "sigmoid" else softplus_inverse(1.0)
-        self.clock = GatedCumsum(shape.width, clocks, gate, bias)
+        self.clock = GatedCumsum(shape.width, shape.heads if phase_per_head else 1, gate, bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -369,7 +375,9 @@ class PhaseSlope(SlopeEncoding):
 
 
 class FoX(Encoding):
-    """The Forgetting Transformer: sum for l = j+1 … t of log f_l, f = sigmoid(w_h . x + b_h) (Eq. A7).
+    """FoX, the Forgetting Transformer: the bias is the sum of log f_l over tokens l = j+1 … t (Eq. A7).
+
+    The forget gates are f = sigmoid(w_h . x + b_h), with x the attention block's input.
 
     Args:
         shape: heads, key heads, features of a head, and width.

@@ -1,4 +1,4 @@
-"""The base class of encodings: rotate q and k, build the bias, return the state for the next tokens.
+"""`Encoding`, the base class: it rotates q and k, builds the bias, and returns the state for the next tokens.
 
 Letters: B batch, H query heads, Hkv key heads, T new tokens, D features of a head, C model width.
 """
@@ -15,23 +15,31 @@ import torch
 from torch import Tensor, nn
 
 from ..bias import NO_BIAS, Bias
+from ..checks import check_integer
 from ..precision import autocasts, exact_dtype, without_autocast, working_dtype
 from .facts import Facts
 
-#: What must be carried from earlier tokens: (B, n, S), of which the last T slices belong to the new
-#: tokens; a tuple of such for a composition; None when nothing is carried.
+#: What later tokens need of earlier ones, such as a running sum: (B, n, S), whose last T slices belong to the
+#: new tokens; for a composition a tuple of states; None if there is no state.
 State = Any
+
+
+def map_state(function: Callable[..., Any], *states: State) -> Any:
+    """Apply a function to the corresponding tensors of states of the same structure."""
+    if isinstance(states[0], tuple):
+        return tuple(map_state(function, *parts) for parts in zip(*states, strict=True))
+    return None if states[0] is None else function(*states)
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes an encoding is built for.
+    """The sizes of the attention that an encoding is built for.
 
     Args:
-        heads: query heads.
+        heads: number of query heads.
         head_dim: features of a head.
-        kv_heads: key heads.
-        width: features of the block's input; None if unknown.
+        kv_heads: number of key heads.
+        width: features of the attention block's input; None if unknown.
     """
 
     heads: int
@@ -41,33 +49,31 @@ class HeadShape:
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "kv_heads"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            check_integer(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}; "
-                f"each key head serves heads / kv_heads queries"
+                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}: "
+                f"each key head serves heads / kv_heads query heads"
             )
 
     @property
     def group(self) -> int:
-        """Queries that share one key head."""
+        """Number of query heads that share a key head."""
         return self.heads // self.kv_heads
 
 
 @dataclass(eq=False, slots=True)
 class Tokens:
-    """New tokens, checked.
+    """The checked inputs of `Encoding.encode`.
 
     Args:
-        q: (B, H, T, D).
-        k: (B, Hkv, T, D).
-        positions: (B|1, T, coords) in float64.
-        x: (B, T, C), the block's input.
-        v: (B, Hkv, T, Dv).
-        prepared: by encoding, what `Encoding.prepare` made for these tokens.
-        whole: positions were given as integers and need not be checked.
+        q: queries, (B, H, T, D).
+        k: keys, (B, Hkv, T, D).
+        positions: (B|1, T, coords), in float64.
+        x: the attention block's input, (B, T, C).
+        v: values, (B, Hkv, T, Dv).
+        prepared: results of `Encoding.prepare` by encoding.
+        whole: whether positions are known to be whole numbers, because they were integers.
     """
 
     q: Tensor
@@ -79,7 +85,7 @@ class Tokens:
     whole: bool = False
 
     def prepared_for(self, part: nn.Module) -> Any:
-        """None if nothing was."""
+        """The result of `Encoding.prepare` for this encoding, or None."""
         return None if self.prepared is None else self.prepared.get(part)
 
     @property
@@ -90,13 +96,13 @@ class Tokens:
 
 @dataclass(eq=False, slots=True)
 class Encoded:
-    """q and k ready to be scored, the bias to add, and the state for the next tokens.
+    """The output of an encoding.
 
     Args:
-        q: encoded queries (B, H, T, D).
-        k: encoded keys (B, Hkv, T, D), to be cached.
-        bias: to be added to the logits.
-        state: to be passed to the next call.
+        q: encoded queries, (B, H, T, D).
+        k: encoded keys, (B, Hkv, T, D), to cache.
+        bias: to add to the logits.
+        state: to pass to the call with the next tokens; None if there is none.
     """
 
     q: Tensor
@@ -106,11 +112,10 @@ class Encoded:
 
 
 class FullPrecision(nn.Module):
-    """A module whose own parameters and buffers never fall below float32.
+    """A module that keeps its own parameters and buffers in at least float32.
 
-    A frequency rounded to bfloat16 is a different frequency: `.to(torch.bfloat16)` moves such
-    tensors but keeps their precision, and they are float32 also where torch's default dtype is shorter.
-    Child modules (projections) are cast as usual.
+    A frequency rounded to bfloat16 is a different frequency. So `.to(torch.bfloat16)` does not cast these tensors,
+    and torch's default dtype does not apply to them. Child modules, such as projections, are cast as usual.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -138,41 +143,39 @@ def _too_short(tensor: Tensor) -> bool:
 
 
 def own_parameter(*size: int) -> nn.Parameter:
-    """An empty parameter in float32, whatever torch's default dtype: see `FullPrecision`."""
+    """An uninitialized parameter in float32, for any default dtype of torch (see `FullPrecision`)."""
     return nn.Parameter(torch.empty(size, dtype=torch.float32))
 
 
 class Encoding(FullPrecision, ABC):
-    """Base of every encoding. A new one defines `encode`, and `reset_parameters` if it has any.
-
-    `forward` checks its inputs once, for all of them; `encode` gets clean `Tokens`.
+    """Base class of all encodings. A subclass defines `encode`, and `reset_parameters` if it has parameters.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        coords: coordinates of a position, 1 to 3.
+        coords: number of coordinates of a position, 1 to 3.
     """
 
-    #: replaces the plain product <q, k>; at most one such part in a composition
+    #: whether it changes <q, k>; a composition has at most one such part
     transforms: ClassVar[bool] = False
-    #: reads the block's input x, so `width` is needed
+    #: whether it reads the attention block's input x, so that `width` is needed
     contextual: ClassVar[bool] = False
-    #: how many slices of the state the next token reads: the last one, or a few for a convolution
+    #: number of state slices that the next token reads: one, or more for a convolution
     lookback: int = 1
-    #: the state is a running sum: parts of a sequence can be encoded apart, each from the totals before it
+    #: whether the state is a running sum, so that parts of a sequence can be encoded separately and added up
     state_adds: ClassVar[bool] = False
-    #: a cache rewrites the tensors of older tokens through `Bias.settled`; such an encoding has a state
+    #: whether the cache replaces the tensors of old keys by `Bias.settled`; such an encoding has a state
     settles: ClassVar[bool] = False
-    #: lengths of its q and k mean something: a QK norm after it would undo that
+    #: whether the lengths of encoded q and k carry information, which a QK norm after it would remove
     sets_norms: ClassVar[bool] = False
-    #: the paper promises b(t, j) <= 0 for j <= t
+    #: whether b(t, j) <= 0 for all j <= t
     nonpositive: ClassVar[bool] = True
-    #: what to say about it, for each of its registered names
+    #: its description, for each name it is registered under
     facts: ClassVar[Sequence[Facts]] = ()
 
     def __init__(self, shape: HeadShape, coords: int = 1) -> None:
         super().__init__()
         if coords not in (1, 2, 3):
-            raise ValueError(f"coords must be 1, 2 or 3 position coordinates, got {coords!r}")
+            raise ValueError(f"coords, the number of position coordinates, must be 1, 2 or 3, got {coords!r}")
         if self.contextual and shape.width is None:
             raise ValueError(
                 f"{type(self).__name__} reads the block's input x and needs its width; "
@@ -180,7 +183,7 @@ class Encoding(FullPrecision, ABC):
             )
         self.shape = shape
         self.coords = coords
-        #: the `build` call that makes this encoding again
+        #: the `build` call that creates this encoding, for `repr`
         self.spec: str | None = None
 
     def __repr__(self) -> str:
@@ -188,39 +191,46 @@ class Encoding(FullPrecision, ABC):
 
     @abstractmethod
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        """Rotate q and k; build the bias."""
+        """Rotate q and k, build the bias, and return them with the new state.
+
+        Args:
+            tokens: the checked inputs.
+            state: the state of earlier tokens; None at the start.
+        """
 
     @property
     def like(self) -> Hashable | None:
-        """Encodings of one class and shape with the same value are prepared together; None: never prepared."""
+        """A key for `Preparation`: encodings of equal class, shape and key are prepared together. None: never."""
         return None
 
     @classmethod
     def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
-        """For each of `parts`, what `encode` may find in `tokens.prepared`: all that depends on parameters and
-        positions only, computed for all of them at once. Called for a few tokens without gradients."""
+        """Compute what depends only on parameters and positions, for all `parts` (encodings) at once.
+
+        `encode` finds its result in `tokens.prepared`. Used for a few tokens without gradients.
+        """
         raise NotImplementedError
 
     def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
-        """Encoded keys as if at positions smaller by `offset`; a ValueError where no law allows it."""
+        """Move encoded keys to positions smaller by `offset`; a ValueError if the relative law does not hold."""
         if self.breaks_relative_law:
             raise ValueError(f"keys cannot be moved to other positions: {self.breaks_relative_law}")
         return k
 
     def query_factor_of(self, tokens: Tokens) -> Tensor | None:
-        """What <q, k> of each query is to be multiplied by, (B|1, 1, T, 1); None for 1."""
+        """A factor of <q, k> for each query, (B|1, 1, T, 1); None for 1."""
         return None
 
     def multiplied(self, code: Encoded, factor: Tensor) -> Encoded:
-        """What this encoding returned, with <q, k> times a factor of each query; the bias stays."""
+        """Multiply <q, k> by a factor for each query, in an output of this encoding. The bias does not change."""
         return replace(code, q=(code.q * factor).to(code.q.dtype))
 
     def reset_parameters(self) -> None:
-        """Fill parameters and buffers with their initial values (also after a meta-device build)."""
+        """Fill parameters and buffers with their initial values, also after building on the meta device."""
 
     @property
     def breaks_relative_law(self) -> str | None:
-        """Why scores change when all positions shift together; None where they do not."""
+        """Why the scores change if all positions shift by one number; None if they do not change."""
         return None
 
     def forward(
@@ -233,20 +243,23 @@ class Encoding(FullPrecision, ABC):
         positions: Tensor | None = None,
         state: State = None,
     ) -> Encoded:
-        """Encode new tokens. Autocast is off inside: gates, angles and rotations keep their precision.
+        """Encode new tokens. Autocast is off inside, so gates, angles and rotations keep their precision.
 
         Args:
-            q: (B, H, T, D) after any QK norm.
-            k: (B, Hkv, T, D) after any QK norm.
-            x: (B, T, C), the block's input; only contextual encodings read it.
-            v: (B, Hkv, T, Dv); only `grape-ap` with probe="v" reads it.
-            positions: (T,) or (B, T), integer or real; (T, n) or (B, T, n) with n coordinates.
-                Default 0 … T-1, for the start of a sequence only.
-            state: what the previous call returned; None at the start.
+            q: queries after any QK norm, (B, H, T, D).
+            k: keys after any QK norm, (B, Hkv, T, D).
+            x: the attention block's input, (B, T, C); needed by contextual encodings only.
+            v: values, (B, Hkv, T, Dv); needed by `grape-ap` with probe="v" only.
+            positions: (T,) or (B, T), integer or real; (T, n) or (B, T, n) for n coordinates.
+                Default 0 … T-1, at the start of a sequence only.
+            state: the state returned for the previous tokens; None at the start.
+
+        Returns:
+            Encoded q and k, the bias, and the state for the next tokens.
         """
         self.check(q, k, x)
         if x is not None and autocasts(q):
-            x = x.to(working_dtype(x.dtype))  # as autocast keeps weights: in float32
+            x = x.to(working_dtype(x.dtype))  # float32, as the weights are under autocast
         with without_autocast(q):
             whole = positions is None or not positions.is_floating_point()
             tokens = Tokens(q, k, self._positions(positions, q, state), x, v, whole=whole)
@@ -256,7 +269,7 @@ class Encoding(FullPrecision, ABC):
         __call__ = forward
 
     def check(self, q: Tensor, k: Tensor, x: Tensor | None) -> None:
-        """Raise unless shapes and dtypes are those this encoding was built for."""
+        """Raise an error unless shapes and dtypes are those this encoding was built for."""
         self._check_heads(q, k)
         self._check_input(x, q)
 
@@ -296,12 +309,12 @@ class Encoding(FullPrecision, ABC):
 
 
 def check_positions(positions: Tensor, q: Tensor, coords: int) -> Tensor:
-    """Positions as (B|1, T, coords) in float64, or an error that says what was expected."""
+    """Convert positions to (B|1, T, coords) in float64, or raise an error if they do not fit q."""
     batch, length = q.shape[0], q.shape[2]
     tail = (coords,) if coords > 1 else ()
     if positions.shape not in ((length, *tail), (batch, length, *tail), (1, length, *tail)):
         raise ValueError(
-            f"positions must be {(length, *tail)} or {(batch, length, *tail)}, one for each new token; "
+            f"positions must have shape {(length, *tail)} or {(batch, length, *tail)}, one for each new token, "
             f"got {tuple(positions.shape)}"
         )
     if positions.dtype == torch.bool or positions.is_complex():
@@ -312,13 +325,13 @@ def check_positions(positions: Tensor, q: Tensor, coords: int) -> Tensor:
                 f"positions in {positions.dtype} are wrong from 256 or 2048 on; use integers or float32"
             )
         if not bool(positions.isfinite().all()):
-            raise ValueError("positions must be finite, got nan or inf; check how they were computed")
+            raise ValueError("positions must be finite, got nan or inf; check how they are computed")
     rows = positions.shape[0] if positions.dim() > len((length, *tail)) else 1
     return positions.to(q.device, exact_dtype(q.device)).reshape(rows, length, coords)
 
 
 class NoPE(Encoding):
-    """No position at all: the zero generator."""
+    """No position encoding: q and k do not change, and there is no bias."""
 
     facts = (
         Facts(
@@ -336,9 +349,9 @@ class NoPE(Encoding):
 
 
 class Composite(Encoding):
-    """Several encodings at once: at most one transforms q and k, the biases add.
+    """A sum of encodings: at most one of them changes <q, k>, and their biases are added.
 
-    Every part reads the q and k that came in, so gates see them before the rotation.
+    All parts read the same q and k, so gates read them before the rotation.
 
     Args:
         shape: heads, key heads, features of a head, and width.
@@ -351,12 +364,14 @@ class Composite(Encoding):
         transforming = [name for name, part in parts.items() if part.transforms]
         if len(transforming) > 1:
             raise ValueError(
-                f"at most one part may transform q and k, got {' and '.join(transforming)}; "
-                "two rotations that do not commute keep no relative law. Compose one with biases"
+                f"at most one part may transform q and k, got {' and '.join(transforming)}: rotations that do not "
+                "commute have no relative law; combine one of them with biases"
             )
         uneven = {name: part.coords for name, part in parts.items() if part.coords not in (coords,)}
         if uneven and not all(isinstance(parts[name], NoPE) for name in uneven):
-            raise ValueError(f"all parts must share coords={coords}, got {uneven}; pass coords to each")
+            raise ValueError(
+                f"all parts must have coords={coords}, got {uneven}; pass coords to each of them"
+            )
         self.parts = nn.ModuleDict(parts)
         self.lookback = max(part.lookback for part in parts.values())
 
@@ -394,7 +409,7 @@ class Composite(Encoding):
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         q, k = tokens.q, tokens.k
         bias: Bias = NO_BIAS
-        carried: list[State] = []
+        states: list[State] = []
         factor = self.query_factor_of(tokens)
         if factor is not None and not any(part.transforms for part in self._parts):
             q = (q * factor).to(q.dtype)
@@ -404,7 +419,9 @@ class Composite(Encoding):
                 code = code if factor is None else part.multiplied(code, factor)
                 q, k = code.q, code.k
             bias = code.bias if bias is NO_BIAS else bias + code.bias
-            carried.append(code.state)
-        if q.shape[-1] != self.shape.head_dim:  # PoPE: attend's scale is then smaller
+            states.append(code.state)
+        if (
+            q.shape[-1] != self.shape.head_dim
+        ):  # PoPE widens q, which makes the default scale of attend smaller
             bias = bias.with_gain((q.shape[-1] / self.shape.head_dim) ** 0.5)
-        return Encoded(q, k, bias, tuple(carried) if any(s is not None for s in carried) else None)
+        return Encoded(q, k, bias, tuple(states) if any(s is not None for s in states) else None)

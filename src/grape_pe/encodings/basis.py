@@ -1,4 +1,4 @@
-"""GRAPE-M in planes of an orthogonal basis: learned, or STRING's Cayley and circulant forms."""
+"""GRAPE-M in the planes of an orthogonal basis: learned, or STRING's Cayley and circulant forms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ..checks import check_choice
 from ..groups import BasisRotation, cayley_from, fourier_basis, orthogonal_from, unitary_from
 from .base import HeadShape, State, Tokens, own_parameter
 from .facts import GRAPE, Facts
@@ -16,19 +17,18 @@ STRING = "Schenck et al., 2025, STRING, arXiv:2502.02562"
 
 
 class BasisRotary(Rotary):
-    """GRAPE-M in a basis: B R B^T with B orthogonal under any optimizer (Eq. M7-M9, M15, M16).
+    """GRAPE-M in the planes of a basis: B R B^T, with B always orthogonal (Eq. M7-M9, M15, M16).
 
-    A learned basis starts as grape-m exactly.
+    A learned basis starts at the identity, so the encoding starts as grape-m.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        basis: "orthogonal" (any planes), "unitary" (planes (a_i, J a_i)), "cayley" (any planes but those
-            whose B has an eigenvalue -1), or "circulant" (the planes of the discrete Fourier transform,
-            which are not learned).
-        basis_per_head: one learned basis for each key head instead of one for all.
-        learned: learn the frequencies.
-        rotary_dim: as for `PlanesEncoding`.
-        options: those of `Rotary`.
+        basis: "orthogonal" (any planes), "unitary" (planes (a_i, J a_i)), "cayley" (any planes whose B does not
+            have the eigenvalue -1), or "circulant" (the fixed planes of the discrete Fourier transform).
+        basis_per_head: whether each key head has its own learned basis.
+        learned: whether to learn the frequencies.
+        rotary_dim: number of first features to rotate, in the basis; all by default.
+        options: the other options of `Rotary`.
     """
 
     facts = (
@@ -75,12 +75,13 @@ class BasisRotary(Rotary):
         if basis == "circulant":
             rotary_dim = _fourier_dim(d, rotary_dim, basis_per_head)
         super().__init__(shape, learned=learned, rotary_dim=rotary_dim, **options)
-        if basis not in ("orthogonal", "unitary", "cayley", "circulant"):
-            raise ValueError(f'basis must be "orthogonal", "unitary", "cayley" or "circulant", got {basis!r}')
+        check_choice("basis", basis, ("orthogonal", "unitary", "cayley", "circulant"))
         if basis == "unitary" and d % 2:
             raise ValueError(f'a unitary basis needs an even head_dim, got {d}; use basis="orthogonal"')
         if basis == "unitary" and self.rotary_dim != d:
-            raise ValueError('a unitary basis pairs all features; with rotary_dim use basis="orthogonal"')
+            raise ValueError(
+                f'a unitary basis needs rotary_dim={d}, all features, got {self.rotary_dim}; use basis="orthogonal"'
+            )
         self.kind = basis
         heads = self.rotary_heads if basis_per_head else 1
         size = (heads, 2, d // 2, d // 2) if basis == "unitary" else (heads, d, d)
@@ -97,7 +98,7 @@ class BasisRotary(Rotary):
         return None
 
     def basis(self) -> Tensor:
-        """(Hkv|1, D, D)."""
+        """The orthogonal matrix B, (Hkv|1, D, D)."""
         if self.weight is None:
             return fourier_basis(self.shape.head_dim, self.layout, self.frequencies.initial.device).unsqueeze(
                 0
@@ -113,20 +114,21 @@ class BasisRotary(Rotary):
         return element.apply_in_basis(x)
 
     def _turn_again(self, element: BasisRotation, x: Tensor) -> Tensor:
-        return element.planes.apply(x)  # encoded keys already stand in the basis
+        return element.planes.apply(x)  # encoded keys are in the coordinates of the basis
 
 
 def _fourier_dim(head_dim: int, rotary_dim: int | None, basis_per_head: bool) -> int:
-    """Features in the planes of sines and cosines; the mean, and the alternating one, are never turned."""
+    """Number of Fourier modes that form planes: all but the mean, and for even head_dim the alternating mode."""
     most = 2 * ((head_dim - 1) // 2)
     if not most:
-        raise ValueError(f"a circulant rotation needs head_dim >= 3, got {head_dim}; use rope")
+        raise ValueError(f'basis="circulant" needs head_dim >= 3, got {head_dim}; use rope')
     if basis_per_head:
         raise ValueError(
-            'basis="circulant" is the same for all heads; use per_head=True for frequencies of each'
+            'basis="circulant" is the same for all heads and needs basis_per_head=False; for frequencies of '
+            "each head use per_head=True"
         )
     if isinstance(rotary_dim, int) and rotary_dim > most:
         raise ValueError(
-            f"a circulant rotation turns at most {most} of {head_dim} features, got rotary_dim={rotary_dim}"
+            f'basis="circulant" can rotate at most {most} of {head_dim} features, got rotary_dim={rotary_dim}'
         )
     return most if rotary_dim is None else rotary_dim

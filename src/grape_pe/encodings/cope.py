@@ -1,4 +1,4 @@
-"""CoPE: positions that count what the query selects, from gates of the scores (Eq. B2)."""
+"""CoPE (Golovneva et al., 2024): contextual positions, sums of gates that depend on the scores (Eq. B2)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from ..bias import LogitFunction, ProductBias
+from ..checks import check_integer
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .facts import Facts
 
 
 class CoPE(Encoding):
-    """b(t, j) = <q_t, e[p_tj]>, p_tj = sum for l = j … t of sigmoid(scale <q_t, k_l>); computed by blocks.
+    """CoPE: the bias <q_t, e[p_tj]>, with the position p_tj = sum for l = j … t of sigmoid(scale <q_t, k_l>).
 
-    e is interpolated between whole p; it starts at 0 and all heads share it. Gates read q and k before any rotation.
-    For keys after the query p is 0. A cache stores k twice.
+    The embeddings e are shared by all heads, start at 0, and are interpolated between whole p. For keys after the
+    query p is 0. Gates read q and k before any rotation, so a cache stores k twice. Computed by `blocks`.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        positions: number of embeddings; larger p use the last one.
+        positions: number of embeddings; the last one is used for all larger p.
     """
 
     nonpositive = False
@@ -37,8 +38,7 @@ class CoPE(Encoding):
 
     def __init__(self, shape: HeadShape, *, positions: int = 64) -> None:
         super().__init__(shape)
-        if not isinstance(positions, int) or positions < 2:
-            raise ValueError(f"positions of cope must be at least 2, got {positions!r}")
+        check_integer("positions of cope", positions, 2)
         self.embedding = own_parameter(positions, shape.head_dim)
         self.reset_parameters()
 
@@ -56,7 +56,7 @@ class CoPE(Encoding):
 def _tile(
     products: LogitFunction, rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]
 ) -> Tensor:
-    shift = key["k"].shape[2] - query["q"].shape[2]  # the last query stands at the last key
+    shift = key["k"].shape[2] - query["q"].shape[2]  # the last query is aligned with the last key
     last = max(rows.stop + shift, cols.stop)
     gate = products(rows, slice(cols.start, last)).sigmoid()
     token = torch.arange(cols.start, last, device=gate.device)

@@ -1,4 +1,4 @@
-"""DAPE: a KERPLE bias changed by a small network over the heads' scores and biases (Eq. B3)."""
+"""DAPE (Zheng et al., 2024): a KERPLE bias plus a small network of the scores and biases of all heads (Eq. B3)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..bias import LogitFunction, ProductBias
 from ..bias.distance import Profile
+from ..checks import check_integer
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .distance import whole_positions
 from .facts import Facts
@@ -19,16 +20,16 @@ from .kerple import Kerple
 
 
 class DAPE(Encoding):
-    """b = B + f(scale <q, k>, B), B the bias of `kerple-log` or `-power`, f over all heads; computed by blocks.
+    """DAPE: the bias B + f(scale <q, k>, B), with B the bias of `kerple-log` or `kerple-power`.
 
-    f is a network of one hidden layer, LeakyReLU, from the scores and biases of all heads to a number for each; its
-    last constants are left out, because softmax ignores them. It reads scores before any rotation.
-    A cache stores k twice.
+    f is a network with one hidden layer and LeakyReLU, from the scores and biases B of all heads to one output for
+    each head. It has no output bias, because softmax does not depend on it. It reads the scores before any rotation,
+    so a cache stores k twice. Computed by `blocks`.
 
     Args:
         shape: heads, key heads, features of a head, and width.
         kernel: "log" or "power".
-        hidden: units of the network.
+        hidden: hidden units of the network.
     """
 
     nonpositive = False
@@ -46,8 +47,7 @@ class DAPE(Encoding):
     def __init__(
         self, shape: HeadShape, *, kernel: Literal["log", "power"] = "log", hidden: int = 32
     ) -> None:
-        if not isinstance(hidden, int) or hidden < 1:
-            raise ValueError(f"hidden of dape must be a positive integer, got {hidden!r}")
+        check_integer("hidden of dape", hidden)
         super().__init__(shape)
         self.kernel = Kerple(shape, kernel=kernel)
         self.inner, self.constant = own_parameter(hidden, 2 * shape.heads), own_parameter(hidden, 1)
@@ -85,9 +85,9 @@ def _tile(
     key: Mapping[str, Tensor],
 ) -> Tensor:
     inner, constant, outer = (query[name][0, 0, 0] for name in ("inner", "constant", "outer"))
-    apart = query["place"][:, 0, rows].unsqueeze(-1) - key["place"][:, 0, cols].unsqueeze(-2)
+    distance = query["place"][:, 0, rows].unsqueeze(-1) - key["place"][:, 0, cols].unsqueeze(-2)
     scores = products(rows, cols)
-    kernel = profile(apart, query["numbers"][0, :, 0])[:, 0].transpose(0, 1).expand_as(scores)
+    kernel = profile(distance, query["numbers"][0, :, 0])[:, 0].transpose(0, 1).expand_as(scores)
     both = torch.cat([scores, kernel], 1).flatten(2)  # (B, 2H, rows * cols)
     hidden = F.leaky_relu(inner @ both + constant)
     return kernel + (outer @ hidden).view_as(kernel)

@@ -1,4 +1,4 @@
-"""What is known about an encoding: the text that `grape encodings`, the atlas and the README show."""
+"""Descriptions of encodings, as `grape encodings`, the atlas and the README show them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """One encoding in words. The attribute `facts` of a class has one for each name it is registered under.
+    """The description of an encoding. `Encoding.facts` has one for each registered name.
 
     Args:
         name: the registered name.
-        about: what it does to q and k, or to the score; one line.
-        formula: as plain text. `_x` and `^x` are read as sub- and superscripts, with braces for several letters.
+        about: what it does to q and k, or to the score, in one line.
+        formula: plain text, with `_x` and `^x` for sub- and superscripts, and braces around several letters.
         group: the group element of a token, or why there is none.
         source: the paper, and models that use it.
-        recovers: published encodings that it contains.
-        learned: what is learned; empty for nothing.
-        law_with: options with which it keeps the relative law, where its defaults do not.
+        recovers: published encodings that are special cases of it.
+        learned: its learned parameters; empty if there are none.
+        law_with: options for which the relative law holds, if it does not hold for the defaults.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""FIRE: a small network of the distance relative to the length of the context so far (Eq. B1)."""
+"""FIRE (Li et al., 2024): a small network of the distance, relative to the query's position (Eq. B1)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..bias import TileBias
 from ..bias.base import of_rows
+from ..checks import check_integer
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .facts import Facts
 
@@ -18,15 +19,15 @@ EPS = 1e-6
 
 
 class FIRE(Encoding):
-    """b(t, j) = f_h(psi(|n_t - n_j|) / psi(max(L, n_t))), psi(x) = log(1 + c x); computed by blocks.
+    """FIRE: the bias f_h(psi(|n_t - n_j|) / psi(max(L, n_t))), with psi(x) = log(1 + c x) and learned c and L.
 
-    f is a network of one hidden layer, shared by the heads up to its last weights; its last constants are left out,
-    because softmax ignores them. c and L are learned.
+    f is a network with one hidden layer, shared by all heads except for the output weights. It has no output bias,
+    because softmax does not depend on it. Computed by `blocks`.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        hidden: units of the network.
-        length: initial L, the length up to which all queries divide by the same number.
+        hidden: hidden units of the network.
+        length: initial L. Queries at positions up to L have the same divisor.
     """
 
     nonpositive = False
@@ -44,8 +45,7 @@ class FIRE(Encoding):
     def __init__(self, shape: HeadShape, *, hidden: int = 32, length: int = 512) -> None:
         super().__init__(shape)
         for name, value in (("hidden", hidden), ("length", length)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of fire must be a positive integer, got {value!r}")
+            check_integer(f"{name} of fire", value)
         self.length = length
         self.c, self.stretch = own_parameter(1), own_parameter(1)
         self.inner = own_parameter(2, hidden)
@@ -75,7 +75,7 @@ class FIRE(Encoding):
 def _tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]) -> Tensor:
     c, length, inner, outer = (query[name][0, 0, 0] for name in ("c", "length", "inner", "outer"))
     place = of_rows(query["place"], rows).unsqueeze(-1)
-    apart = (place - key["place"][:, :, cols].unsqueeze(-2)).abs().to(c.dtype)
-    share = torch.log1p(c * apart) / (torch.log1p(c * place.to(c.dtype).maximum(length)) + EPS)
-    hidden = F.relu(share.unsqueeze(-1) * inner[0] + inner[1])  # (B|1, 1, rows, cols, hidden)
+    distance = (place - key["place"][:, :, cols].unsqueeze(-2)).abs().to(c.dtype)
+    ratio = torch.log1p(c * distance) / (torch.log1p(c * place.to(c.dtype).maximum(length)) + EPS)
+    hidden = F.relu(ratio.unsqueeze(-1) * inner[0] + inner[1])  # (B|1, 1, rows, cols, hidden)
     return torch.matmul(hidden[:, 0], outer.mT).permute(0, 3, 1, 2)

@@ -1,14 +1,14 @@
-"""The angular frequencies of rotation planes: fixed or learned, shared or per key head, 1D to 3D."""
+"""The angular frequencies of rotation planes: fixed or learned, shared or per key head, for 1 to 3 coordinates."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..checks import check_choice, check_positive
 from ..precision import exact_dtype
 from .base import FullPrecision, own_parameter
 from .scaling import Scaling
@@ -16,26 +16,33 @@ from .scaling import Scaling
 Spectrum = Literal["log-uniform"] | Sequence[float]
 Axes = Literal["disjoint", "mixed"]
 
-#: A learned frequency is theta0 * exp(delta / 16): Adam's step on delta moves log theta by a sixteenth.
+#: A learned frequency is theta0 * exp(delta / 16), so an Adam step on delta changes log theta 16 times less.
 STEP_DIVISOR = 16.0
 
 
 def log_uniform(planes: int, base: float) -> Tensor:
-    """theta_i = base^(-i/planes), rounded to float32 exactly as Hugging Face's RoPE does (Eq. M6)."""
+    """The frequencies base^(-i/planes), rounded to float32 exactly as in Hugging Face's RoPE (Eq. M6)."""
     exponent = torch.arange(0, 2 * planes, 2, dtype=torch.int64).to(torch.float32) / max(2 * planes, 1)
     return 1.0 / (base**exponent)
 
 
 class Frequencies(FullPrecision):
-    """theta (groups, coords, planes) in float64: the angle of plane i is sum_a n_a theta[a, i] (Eq. M11).
+    """Frequencies theta, (groups, coords, planes): plane i rotates by the sum over axes a of n_a theta[a, i] (Eq. M11).
 
-    `disjoint` divides the planes among the axes, each with a log-uniform spectrum over its own planes (or the first
-    entries of a given one); `mixed` gives each plane a random direction over all axes. With `sections` all axes
-    share one spectrum, and the first sections[0] planes follow the first axis, the next sections[1] the second
-    (M-RoPE).
+    theta = scaling(initial * exp(delta / 16)) * strength, in float64. `delta` starts at 0. `strength` is below 1
+    only while `RotationFade` removes the rotation.
 
-    theta is scaling(initial * exp(delta / 16)) * strength: `delta` starts at 0 and is learned if `learned`; `strength`
-    is below 1 only while `RotationFade` removes the rotation.
+    Args:
+        planes: number of planes.
+        coords: number of coordinates (axes) of a position.
+        groups: number of independent sets of learned frequencies, such as one for each key head.
+        base: base of the log-uniform spectrum.
+        spectrum: "log-uniform", or one initial frequency for each plane.
+        axes: "disjoint" divides the planes among the axes, each with its own spectrum; "mixed" gives each plane a
+            random direction over all axes.
+        sections: number of planes for each axis, which then share one spectrum (M-RoPE).
+        learned: whether `delta` is a parameter.
+        scaling: changes the spectrum for longer contexts.
     """
 
     initial: Tensor
@@ -55,17 +62,17 @@ class Frequencies(FullPrecision):
         scaling: Scaling | None = None,
     ) -> None:
         super().__init__()
-        if axes not in ("disjoint", "mixed"):
-            raise ValueError(f'axes must be "disjoint" or "mixed", got {axes!r}')
-        if not (isinstance(base, (int, float)) and base > 0 and math.isfinite(base)):
-            raise ValueError(f"base must be a positive number, got {base!r}")
+        check_choice("axes", axes, ("disjoint", "mixed"))
+        check_positive("base", base)
         self.planes, self.coords, self.base, self.axes = planes, coords, float(base), axes
         self.spectrum, self.scaling = spectrum, scaling
         self.sections = None if sections is None else self._checked_sections(sections)
         if scaling is not None and coords > 1:
-            raise ValueError(f"scaling is for sequences, with one coordinate; got coords={coords}")
+            raise ValueError(
+                f"scaling needs coords=1, got coords={coords}; it is for positions in a sequence"
+            )
         if scaling is not None and base <= 1:
-            raise ValueError(f"scaling needs a base above 1, got {base}")
+            raise ValueError(f"scaling needs a base above 1, got base={base}")
         self._check_spectrum()
         self.register_buffer("initial", torch.empty(1, coords, planes, dtype=torch.float32))
         self.delta = own_parameter(groups, coords, planes) if learned else None
@@ -88,11 +95,11 @@ class Frequencies(FullPrecision):
         whole = all(isinstance(n, int) and n >= 0 for n in found)
         if not whole or self.coords == 1 or len(found) != self.coords or sum(found) != self.planes:
             raise ValueError(
-                f"sections must be the number of planes of each of the coords={self.coords} axes (2 or 3), "
-                f"{self.planes} together; got {found or sections!r}. Qwen2-VL has (16, 24, 24) of 64 planes"
+                f"sections must be a number of planes for each of the coords={self.coords} axes (2 or 3 axes), "
+                f"{self.planes} in total, got {found or sections!r}; Qwen2-VL has (16, 24, 24) of 64 planes"
             )
         if self.axes == "mixed":
-            raise ValueError('sections give each plane to one axis; use axes="disjoint" (the default)')
+            raise ValueError('sections need axes="disjoint" (the default), got axes="mixed"')
         return found
 
     def _axis_spectrum(self, planes: int) -> Tensor:
@@ -121,16 +128,11 @@ class Frequencies(FullPrecision):
                 self.delta.zero_()
 
     def forward(self) -> Tensor:
-        theta = self.initial.to(exact_dtype(self.initial.device))
-        if self.delta is not None:
-            theta = theta * torch.exp(self.delta.to(theta.dtype) / STEP_DIVISOR)
-        if self.scaling is not None:
-            theta = self.scaling(theta, self.base)
-        return theta if self.strength == 1.0 else theta * self.strength
+        return self.stacked([self])
 
     @staticmethod
     def stacked(parts: Sequence[Frequencies]) -> Tensor:
-        """(L, coords, planes): those of L encodings with one group and the same `rule`, as `forward` gives them."""
+        """The frequencies of L encodings with one group and an equal `rule`, (L, coords, planes)."""
         theta = torch.cat([part.initial for part in parts]).to(exact_dtype(parts[0].initial.device))
         deltas: list[Tensor] = [part.delta for part in parts if part.delta is not None]
         if deltas:
@@ -144,5 +146,5 @@ class Frequencies(FullPrecision):
 
     @property
     def rule(self) -> tuple[Scaling | None, float]:
-        """What spectra that are stacked have in common."""
+        """What `stacked` needs to be equal: the scaling, and the base if there is a scaling."""
         return self.scaling, self.base if self.scaling is not None else 0.0

@@ -1,4 +1,4 @@
-"""KERPLE: a conditionally positive definite kernel of the distance (Eq. D3, D4)."""
+"""KERPLE (Chi et al., 2022): a learned logarithm or power of the distance (Eq. D3, D4)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bias.distance import Profile
+from ..checks import check_choice
 from .base import HeadShape, Tokens, own_parameter
 from .distance import ProfileEncoding, over
 from .facts import Facts
@@ -24,17 +25,17 @@ def _log(distance: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _power(distance: Tensor, numbers: Tensor) -> Tensor:
-    """-r1 |d|^r2; 0 at distance 0, where the power has no derivative by r2."""
+    """-r1 |d|^r2; at distance 0 a constant 0, because the derivative of 0^r2 is not finite."""
     r1, r2 = (over(x, distance) for x in numbers.unbind(-1))
-    apart = distance.abs().to(numbers.dtype)
-    return -r1 * torch.where(apart > 0, apart.clamp(min=1) ** r2, 0.0)
+    size = distance.abs().to(numbers.dtype)
+    return -r1 * torch.where(size > 0, size.clamp(min=1) ** r2, 0.0)
 
 
 class Kerple(ProfileEncoding):
-    """-r1 log(1 + r2 |d|) (`kernel="log"`) or -r1 |d|^r2 (`"power"`), r1 and r2 learned for each head.
+    """KERPLE: the bias -r1 log(1 + r2 |t - j|) or -r1 |t - j|^r2, with r1 and r2 learned for each head.
 
-    For log both are softplus, at first between 0.05 and 2 (r1) and 0.05 and 1 (r2). For power r1 is a softplus, at
-    first between 0.05 and 1, and r2 is 2 sigmoid, between 0 and 2 and at first between 0.5 and 1.5.
+    With "log", r1 is initialized in [0.05, 2] and r2 in [0.05, 1]. With "power", r1 is initialized in [0.05, 1] and
+    r2, which stays between 0 and 2, in [0.5, 1.5].
 
     Args:
         shape: heads, key heads, features of a head, and width.
@@ -63,8 +64,7 @@ class Kerple(ProfileEncoding):
 
     def __init__(self, shape: HeadShape, *, kernel: Literal["log", "power"] = "log") -> None:
         super().__init__(shape)
-        if kernel not in ("log", "power"):
-            raise ValueError(f'kernel must be "log" or "power", got {kernel!r}')
+        check_choice("kernel", kernel, ("log", "power"))
         self.kernel = kernel
         self.r1, self.r2 = own_parameter(shape.heads), own_parameter(shape.heads)
         self.reset_parameters()

@@ -1,4 +1,4 @@
-"""LieRE (Ostmeier et al., 2025): a dense skew generator for each axis, exponentiated for each token."""
+"""LieRE (Ostmeier et al., 2025): the exponential of a dense skew generator, for each token."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .rotary import RotationEncoding
 
 
 class LieRE(RotationEncoding):
-    """exp(sum_a n_a (W_a - W_a^T)) by `matrix_exp`: O(D^3) for each token. A slow baseline.
+    """The rotation exp(sum over axes a of n_a (W_a - W_a^T)), by `matrix_exp` in O(D^3) for each token.
 
-    With one coordinate the relative law is exact up to the accuracy of matrix_exp; with more the generators do not
-    commute.
+    The relative law holds for one coordinate. It does not hold for more, because the generators of different axes
+    do not commute.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        per_head: generators for each key head instead of one set for all.
-        coords: coordinates of a position, 1 to 3.
+        per_head: whether each key head has its own generators.
+        coords: number of coordinates (axes) of a position, 1 to 3.
     """
 
     facts = (

@@ -1,6 +1,6 @@
-"""Encodings from outside this package: modules that users name, and installed packages.
+"""Encodings from outside this package: from modules of the user, and from installed packages.
 
-- `import_modules(["mine"])` is what `grape --import mine` does: it imports modules that call `register`.
+- `import_modules(["mine"])` imports modules that call `register`, as `grape --import mine` does.
 - A package offers encodings by entry points in the group `grape_pe.encodings`: name = "package.module:Class".
 """
 
@@ -22,13 +22,13 @@ IMPORTED: list[str] = []
 
 
 class ModuleImportError(ImportError):
-    """A module named by the user cannot be imported; the message is one line."""
+    """A module given with --import cannot be imported. The message is one line."""
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules by name, from Python's path or, after it, from the current folder.
+    """Import modules by name from Python's path, then from the current folder.
 
-    The current folder comes last, so that a file in it cannot take the place of an installed library.
+    The current folder comes last, so that a file in it cannot replace an installed library.
     """
     for name in names:
         if name in IMPORTED:
@@ -66,7 +66,7 @@ def _import(name: str) -> None:
 
 
 def _failed(name: str, problem: BaseException) -> str:
-    """The error and the line of the user's code that raised it, on one line."""
+    """A one-line message with the error and the line of the user's code that raised it."""
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if "importlib" not in f.filename]
     where = "" if len(frames) < 2 else f" ({frames[-1].filename}, line {frames[-1].lineno})"
     message = " ".join(str(problem).split())
@@ -74,21 +74,21 @@ def _failed(name: str, problem: BaseException) -> str:
 
 
 def _check_origin(name: str) -> None:
-    """Refuse an installed module where the current folder has one of that name."""
+    """Raise an error if another module of that name hides the one in the current folder."""
     first = name.split(".")[0]
     beside = [Path.cwd() / f"{first}.py", Path.cwd() / first / "__init__.py"]
     found = getattr(sys.modules[first], "__file__", None)
     mine = next((path for path in beside if path.is_file()), None)
     if mine is not None and found is not None and not mine.samefile(found):
         raise ModuleImportError(
-            f"--import {name}: Python's path has another module {first!r}, {found}, and it comes before {mine}; "
-            "rename yours"
+            f"--import {name}: another module {first!r} on Python's path, {found}, comes before {mine}; "
+            "rename your module"
         )
 
 
 @cache
 def offered() -> dict[str, importlib.metadata.EntryPoint]:
-    """The encodings of installed packages by name; nothing is imported yet."""
+    """The entry points of installed packages that offer encodings, by name, without importing them."""
     found: dict[str, importlib.metadata.EntryPoint] = {}
     for each in importlib.metadata.entry_points(group=GROUP):
         other = found.setdefault(each.name, each)

@@ -2,8 +2,8 @@
 
     logit(t, j) = scale * k_j^T H_{j+1} … H_t q_t,      H_s = I - beta_s w_s w_s^T
 
-It is not a rotation (Eq. S7), and the tokens between key and query matter, so it is given as a `TileBias` that is
-the whole score; the encoded queries are zero. It is computed exactly in O(T^2 D), by chunks of tokens.
+It is not a rotation (Eq. S7) and depends on the tokens between key and query. So the encoded queries are zero, and a
+`TileBias` computes the whole score, exactly and in O(T^2 D), by chunks of tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from ..precision import WideLinear
 from .base import Encoded, Encoding, HeadShape, State, Tokens
 from .facts import Facts
 
-#: tokens of a chunk that is solved as one triangular system, and of the largest made of such; powers of 2
+#: tokens of a chunk that is solved as one triangular system, and of the largest merged chunk; powers of 2
 SMALL, LARGE = 32, 128
 
 
 class PaTH(Encoding):
-    """Directions w and strengths beta = 2 sigmoid(.) from the input, for each key head.
+    """PaTH: multiplies q by factors H_s = I - beta_s w_s w_s^T of the tokens between key and query.
+
+    The unit directions w and the strengths beta in (0, 2) are functions of the attention block's input, for each key
+    head.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        rank: of the direction's projection.
-        conv: width of the short causal convolution on it, followed by a SiLU; 0 for neither.
+        rank: rank of the projection from the input to the directions.
+        conv: width of a causal convolution over the projected input, followed by a SiLU; 0 for neither.
     """
 
     facts = (
@@ -79,20 +82,18 @@ class PaTH(Encoding):
         query = {"q": tokens.q.to(tokens.working)}
         key = {"k": tokens.k.to(tokens.working), "w": w, "beta": beta}
         bias = PaTHBias(_path_tile, query, key, scale=self.shape.head_dim**-0.5)
-        return Encoded(0.0 * tokens.q, tokens.k, bias, state)  # NaNs stay
+        return Encoded(0.0 * tokens.q, tokens.k, bias, state)  # not zeros_like, which would drop NaNs
 
     def multiplied(self, code: Encoded, factor: Tensor) -> Encoded:
-        """Its products stand in the bias."""
-        assert isinstance(code.bias, PaTHBias)
+        assert isinstance(code.bias, PaTHBias)  # computes the whole score
         query = {"q": code.bias.query["q"] * factor}
         return replace(code, bias=replace(code.bias, query=query))
 
     def _convolve(self, features: Tensor, state: State) -> tuple[Tensor, State]:
-        """Depthwise, causal, zero before the first token; the state is the tail it still needs."""
+        """A depthwise causal convolution, with zeros before the first token, and its last inputs as the state."""
         if self.conv is None:
-            return features, features[
-                :, :1
-            ]  # read by none; a cache keeps it for tokens that can be taken back
+            # nothing reads this state, but encodings with `settles` have one: it limits how far a cache can roll back
+            return features, features[:, :1]
         tail = self.conv.kernel_size[0] - 1
         before = F.pad(features, (tail, 0))
         if state is not None:
@@ -104,14 +105,14 @@ class PaTH(Encoding):
 
 
 class PaTHBias(TileBias):
-    """The whole score, from q and from k, w and beta of the keys; the plain product <q, k> must be zero."""
+    """The whole score of PaTH, from q and from k, w and beta of the keys. The encoded q must be zero."""
 
     def logits(self) -> LogitFunction:
         assert self.scale is not None
         return path_products(self.query, self.key, self.scale)
 
     def settled(self, last: int) -> PaTHBias:
-        """Keys k_j <- H_e … H_{j+1} k_j, with e the token before the `last`; then beta = 0 up to e."""
+        """Replace k_j by H_e … H_{j+1} k_j, with e the last token before the `last` ones, and set beta = 0 up to e."""
         k, w, beta = (self.key[name] for name in ("k", "w", "beta"))
         end = k.shape[2] - last
         start = _unit_factors(beta) if end >= LARGE else None
@@ -131,7 +132,7 @@ class PaTHBias(TileBias):
 def path_products(
     query: Mapping[str, Tensor], key: Mapping[str, Tensor], scale: float = 1.0
 ) -> LogitFunction:
-    """A function of (rows, cols) that gives scale * k_j^T H_{j+1} … H_t q_t, and scale * k_j^T q_t for j > t."""
+    """A function of (rows, cols) that returns scale * k_j^T H_{j+1} … H_t q_t, and scale * k_j^T q_t for j > t."""
     return _Products(scale * query["q"], key["k"], key["w"], key["beta"]).tile
 
 
@@ -140,7 +141,7 @@ def _path_tile(rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mappi
 
 
 def _unit_factors(beta: Tensor) -> int | None:
-    """How many of the first tokens have beta = 0, so that H = I; None where values may not be looked at."""
+    """Number of first tokens with beta = 0, so that H = I; None if values cannot be read cheaply."""
     hidden = torch.compiler.is_compiling() or is_fake(beta) or is_functorch_wrapped_tensor(beta)
     if hidden or beta.requires_grad or beta.device.type != "cpu" or beta.shape[2] == 0:
         return None
@@ -149,18 +150,18 @@ def _unit_factors(beta: Tensor) -> int | None:
 
 
 class _Products:
-    """Products of queries and keys along their paths: O(C + D) a token once, then O(D) a pair of tokens.
+    """Products of queries and keys along their paths, by chunks of C tokens.
 
-    Tokens are cut into chunks, so that query row 0 is the first of its chunk; the first and last chunk are
-    filled with zeros (a token with w = 0 changes nothing). For each chunk
+    Query row 0 is the first token of its chunk. The first and the last chunk are padded with zeros; a token with
+    w = 0 has H = I. Each chunk has
 
-    - `step` (D, D) takes queries, as rows, from the end of the chunk to the end of the one before;
-    - `past` (C, D) are the keys as queries at the end of the chunk see them;
-    - `inside` (C, C) are the products of its own queries with its keys, `left` (C, D) those queries at the end
-      of the chunk before.
+    - `step` (D, D): moves queries, as rows, from the end of the chunk to the end of the chunk before;
+    - `past` (C, D): its keys, moved to the end of the chunk;
+    - `inside` (C, C): the products of its queries and its keys;
+    - `left` (C, D): its queries, moved to the end of the chunk before.
 
-    Small chunks are solved, then merged in pairs. Keys before the first query and before any beta but 0 need
-    none of it: queries that have passed all chunks see those `old` keys as they are.
+    Small chunks are solved directly, then merged in pairs. The `old` keys at the start, before the first query and
+    with beta = 0, are in no chunk: queries that were moved through all chunks multiply them directly.
     """
 
     def __init__(self, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> None:
@@ -187,7 +188,7 @@ class _Products:
         self.left, self.inside, self.q = left.unbind(2), inside.unbind(2), q.unbind(2)
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
-        """Walk the chunks of keys from right to left with the queries that have reached them."""
+        """Go through the chunks of keys from right to left and move the queries along."""
         size, height, width = self.size, rows.stop - rows.start, cols.stop - cols.start
         if height <= 0 or width <= 0:
             return self.old.new_zeros(*self.shape, max(0, height), max(0, width))
@@ -213,11 +214,11 @@ class _Products:
 
 
 def _solve_chunks(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """past, step, left and inside of small chunks (B, H, n, C, D); queries belong to the last of them.
+    """past, step, left and inside of small chunks (B, H, n, C, D), of which the last ones have queries.
 
-    Walking back from t, y_s = beta_s <w_s, q> and q <- q - y_s w_s. For all s of a chunk this is one system,
-    (I + diag(beta) striu(W W^T)) y = diag(beta) W q. U is its solution for the right side diag(beta) W; for
-    queries of the chunk itself the right side is zero where s > t.
+    From t back to j, each token s sets y_s = beta_s <w_s, q> and q <- q - y_s w_s. For all s of a chunk this is a
+    triangular system, (I + diag(beta) striu(W W^T)) y = diag(beta) W q. U is its solution for the right side
+    diag(beta) W. For queries inside the chunk the right side is zero for s > t.
     """
     right = beta * w
     system, crossed = (right @ w.mT).triu(1), (w @ k.mT).tril(-1)
@@ -233,7 +234,7 @@ def _solve_chunks(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor
 def _merge_pairs(
     past: Tensor, step: Tensor, left: Tensor, inside: Tensor, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same of chunks twice as long."""
+    """Merge neighbours into chunks twice as long."""
     (past_a, past_b), (step_a, step_b) = _pairs(past), _pairs(step)
     (left_a, left_b), (inside_a, inside_b) = _pairs(left), _pairs(inside)
     own = slice(past_a.shape[2] - left_a.shape[2], None)
@@ -258,7 +259,7 @@ def _pairs(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _chunks(x: Tensor, front: int, back: int) -> Tensor:
-    """(B, H, n, C, features), with zeros before and after."""
+    """Pad the tokens with zeros and split them into small chunks: (B, H, n, C, features)."""
     padded = F.pad(x, (0, 0, front, back)) if front or back else x
     return padded.unflatten(2, (padded.shape[2] // SMALL, SMALL))
 

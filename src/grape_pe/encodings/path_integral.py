@@ -1,4 +1,4 @@
-"""GRAPE-AP: a bias summed along the path from key to query, as the query sees it (Eq. P1-P3)."""
+"""GRAPE-AP: a bias summed over the tokens from key to query, with terms that depend on the query (Eq. P1-P3)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bias import LINKS, Link, PathBias, ProbeRotation
+from ..checks import check_choice, check_integer
 from ..groups import PlaneRotation
 from ..groups.rotation import angle_tables, turn_halves
 from ..precision import WideLinear
@@ -22,18 +23,20 @@ RMS_EPS = 1e-5
 
 
 class PathIntegral(SlopeEncoding):
-    """sum for l = j+1 … t of slope_h * g(<p_t, R_l p_l> / P), with p a small probe of each token.
+    """GRAPE-AP: the bias is the sum over tokens l = j+1 … t of slope_h * g(<p_t, R_l p_l> / P).
+
+    p is a probe, a small vector of each token, and R_l rotates it by the position of l.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        probe: "linear" (a linear function of x), or "q", "k" or "v" to use those.
-        probe_dim: P, features of a linear probe for each key head.
-        probe_rotation: "key" (the paper: only p_l is rotated, so the bias depends on absolute positions),
-            "relative" (both are rotated: shift-invariant) or "none".
-        link: g, "logsigmoid" or "bounded".
-        normalize_query: also bring p_t to unit RMS, as in the paper's text: an edge is then g of a cosine,
-            between -1.31 and -0.31. By default only p_l is normalised, as in the authors' code.
-        slopes: one slope for each head; ALiBi's slopes by default.
+        probe: "linear", a learned linear function of the input x, or "q", "k" or "v", the query, key or value.
+        probe_dim: P, features of a linear probe for each key head; 8 by default.
+        probe_rotation: "key" rotates only p_l, as in the paper, so the bias depends on absolute positions;
+            "relative" rotates both probes, so the bias is shift-invariant; "none" rotates neither.
+        link: g, "logsigmoid" or "bounded" (sigmoid - 1).
+        normalize_query: whether to normalize p_t to unit RMS too, as in the paper's text; each term is then between
+            -1.31 and -0.31 times the slope. By default only p_l is normalized, as in the authors' code.
+        slopes: one slope for each head, or one for all; ALiBi's slopes by default.
     """
 
     facts = (
@@ -63,14 +66,15 @@ class PathIntegral(SlopeEncoding):
     ) -> None:
         self.contextual = probe == "linear"  # type: ignore[misc]
         super().__init__(shape, slopes)
-        _check_choice("probe", probe, ("linear", "q", "k", "v"))
-        _check_choice("probe_rotation", probe_rotation, ("key", "relative", "none"))
-        _check_choice("link", link, tuple(LINKS))
-        if probe_dim is not None and (probe != "linear" or probe_dim < 1):
-            raise ValueError(
-                f'probe_dim must be positive and goes with probe="linear" only (a tied probe has the '
-                f"width of {probe}); got probe_dim={probe_dim!r}"
-            )
+        check_choice("probe", probe, ("linear", "q", "k", "v"))
+        check_choice("probe_rotation", probe_rotation, ("key", "relative", "none"))
+        check_choice("link", link, LINKS)
+        if probe_dim is not None:
+            check_integer("probe_dim", probe_dim)
+            if probe != "linear":
+                raise ValueError(
+                    f'probe_dim={probe_dim} needs probe="linear", got probe="{probe}", which has the width of {probe}'
+                )
         self.source, self.rotation, self.link = probe, probe_rotation, link
         self.normalize_query = normalize_query
         self.projection = None
@@ -89,19 +93,19 @@ class PathIntegral(SlopeEncoding):
         if self.rotation != "key":
             return None
         return (
-            'probe_rotation="key" turns only the key probe, so the bias depends on absolute positions; '
+            'probe_rotation="key" rotates only the key probe, so the bias depends on absolute positions; '
             'use probe_rotation="relative"'
         )
 
     def probes(self, tokens: Tokens) -> Tensor:
-        """(B, Hkv or H, T, P) in at least float32."""
+        """The probes of all tokens, (B, Hkv or H, T, P), in at least float32."""
         if self.projection is not None:
             assert tokens.x is not None
             probe = self.projection(tokens.x).unflatten(-1, (self.shape.kv_heads, -1)).transpose(1, 2)
         else:
             given = {"q": tokens.q, "k": tokens.k, "v": tokens.v}[self.source]
             if given is None:
-                raise ValueError('grape-ap with probe="v" reads the values: pass v=… (B, Hkv, T, Dv)')
+                raise ValueError('grape-ap with probe="v" needs the values: pass v=…, (B, Hkv, T, Dv)')
             probe = given
         return probe.to(tokens.working)
 
@@ -119,7 +123,7 @@ class PathIntegral(SlopeEncoding):
 
     @property
     def like(self) -> Hashable | None:
-        """The width of the probe, where it turns as halves."""
+        """The width of the probe, if it is rotated by `turn_halves`."""
         width = self.shape.head_dim
         if self.projection is not None:
             width = self.projection.out_features // self.shape.kv_heads
@@ -127,19 +131,14 @@ class PathIntegral(SlopeEncoding):
 
     @classmethod
     def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
-        """cos and sin (B|1, 1, T, P), the same for all."""
+        """cos and sin, (B|1, 1, T, P), equal for all parts."""
         angle = positions[..., :1].unsqueeze(1).expand(-1, -1, -1, parts[0].like // 2)
         return [angle_tables(angle, working)] * len(parts)
 
     def _turn(self, tokens: Tokens, width: int) -> Callable[[Tensor], Tensor]:
-        """exp(n J): every plane by one radian a position."""
+        """The rotation exp(n J) of probes: each plane by one radian per position."""
         tables = tokens.prepared_for(self)
         if tables is not None:
             return lambda probe: turn_halves(probe, *tables)
         angle = tokens.positions[..., :1].unsqueeze(1)
         return PlaneRotation.from_angle(angle.expand(*angle.shape[:-1], width // 2), tokens.working).apply
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

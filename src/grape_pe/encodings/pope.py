@@ -1,4 +1,4 @@
-"""PoPE (Gopalakrishnan et al., 2025): content sets the lengths of planar vectors, position their angles (Eq. M18)."""
+"""PoPE (Gopalakrishnan et al., 2025): plane vectors with lengths from content, angles from position (Eq. M18)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .frequencies import Frequencies
 
 
 class PoPE(Encoding):
-    """score = sum_i softplus(q_i) softplus(k_i) cos((t - j) theta_i - delta_i) / sqrt(D), D frequencies for D features.
+    """The score sum_i softplus(q_i) softplus(k_i) cos((t - j) theta_i - delta_i) / sqrt(D), with D frequencies.
 
-    Encoded queries and keys have 2D features, so a cache stores twice the keys. Queries have a factor sqrt(2), with
-    which the default scale of `attend`, 1/sqrt(2D), becomes 1/sqrt(D); divide a scale of your own by it. delta, of each
-    key head, is learned from 0 and not clamped, because a phase is periodic.
+    Encoded queries and keys have 2D features, so cached keys need twice the memory. The default scale of `attend`
+    is then 1/sqrt(2D); a factor sqrt(2) of the queries makes it 1/sqrt(D). If you pass your own scale, divide it by
+    sqrt(2). delta is learned for each key head and starts at 0.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        base: of the frequencies.
+        base: base of the frequencies base^(-i/D).
     """
 
     transforms = True
@@ -66,7 +66,7 @@ class PoPE(Encoding):
 
 
 def _polar(x: Tensor, angle: Tensor, factor: float = 1.0) -> Tensor:
-    """(..., 2D): the first and the second coordinates of vectors of length softplus(x) at these angles."""
+    """Plane vectors of length factor * softplus(x) at these angles, as (..., 2D): first, then second coordinates."""
     angle = reduce_angle(angle, x.dtype)
     length = factor * F.softplus(x.to(angle.dtype))
     return torch.cat([length * angle.cos(), length * angle.sin()], -1).to(x.dtype)

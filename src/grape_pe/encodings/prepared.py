@@ -1,14 +1,15 @@
-"""Work of a few new tokens that all layers share: done once a call, for all layers at once.
+"""Prepare the encodings of all layers together, to make fewer torch calls in a step of decoding.
 
-Rotations, unit directions and slopes depend on parameters and positions only. For a step of decoding, where the
-number of calls is the cost, `Preparation` stacks the parameters of like encodings and computes them together;
-`encode` then finds its own in `tokens.prepared`. Nothing is kept from one call to the next.
+Rotations, unit directions and slopes depend only on parameters and positions. `Preparation` stacks the parameters of
+similar encodings and computes these at once. `encode` finds its result in `tokens.prepared`. Nothing is kept from
+one call to the next.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,19 @@ from torch.autograd import forward_ad
 from ..precision import autocasts, exact_dtype, working_dtype
 from .base import Encoding
 
-#: tokens up to which preparing pays; beyond, tensors for all layers would be large
+#: largest number of tokens to prepare; for more, the tensors of all layers together would be large
 FEW = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """positions: (B|1, T, coords) in float64. values: by encoding, what its `prepare` returned."""
+    """The result of a `Preparation`.
+
+    Args:
+        positions: (B|1, T, coords), in float64.
+        working: the dtype of rates and angles.
+        values: results of `Encoding.prepare` by encoding.
+    """
 
     positions: Tensor
     working: torch.dtype
@@ -33,7 +40,11 @@ class Prepared:
 
 
 class Preparation:
-    """Prepares all encodings of a model: `preparation(positions, dtype)` returns a `Prepared`, or None."""
+    """Prepares all encodings of a model: `preparation(positions, dtype)` returns a `Prepared`, or None.
+
+    Args:
+        encodings: the encodings of all layers.
+    """
 
     def __init__(self, encodings: Sequence[Encoding]) -> None:
         self.encodings = list(encodings)
@@ -41,7 +52,7 @@ class Preparation:
         self.groups: list[list[Encoding]] = []
 
     def __call__(self, positions: Tensor | None, dtype: torch.dtype) -> Prepared | None:
-        """For positions (B|1, T) that were checked; None where each layer has to do its own work."""
+        """Prepare for checked positions, (B|1, T). None if each layer has to compute its own values."""
         if positions is None or positions.shape[1] > FEW or positions.is_floating_point() or not _plain():
             return None
         if autocasts(positions):
@@ -56,16 +67,18 @@ class Preparation:
         return Prepared(where, working, values)
 
     def _grouped(self, device: torch.device) -> list[list[Encoding]]:
-        """Encodings on this device that can be prepared together, parts of compositions included."""
+        """Group encodings on this device, and parts of compositions, that can be prepared together."""
         groups: dict[Hashable, list[Encoding]] = defaultdict(list)
         for part in dict.fromkeys(part for encoding in self.encodings for part in encoding.modules()):
-            if isinstance(part, Encoding) and part.like is not None and _lives_on(part, device):
+            if not isinstance(part, Encoding) or part.like is None or hooked(part):
+                continue  # a hook, such as accelerate's offloading, may replace the tensors
+            if all(tensor.device == device for tensor in itertools.chain(part.parameters(), part.buffers())):
                 groups[type(part), part.shape, part.like].append(part)
         return list(groups.values())
 
 
 def _plain() -> bool:
-    """No gradients, no transform under way."""
+    """Whether gradients are off and neither torch.compile nor torch.func is active."""
     return not (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -74,16 +87,6 @@ def _plain() -> bool:
     )
 
 
-def _lives_on(part: nn.Module, device: torch.device) -> bool:
-    """Its tensors are there, and no hook (accelerate's offloading) brings others."""
-    return not hooked(part) and all(tensor.device == device for tensor in _tensors(part))
-
-
-def _tensors(part: nn.Module) -> Iterator[Tensor]:
-    yield from part.parameters()
-    yield from part.buffers()
-
-
 def hooked(module: nn.Module) -> bool:
-    """Whether something is to run before or after the module's `forward`, or in its place."""
+    """Whether the module has forward hooks, or its `forward` was replaced."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

@@ -32,14 +32,14 @@ from .xpos import XPos
 
 @dataclass(frozen=True)
 class Entry:
-    """A class, the options that make it what its name says, and other defaults than the class's."""
+    """A registered encoding: its class, the options that the name fixes, and defaults that differ from the class's."""
 
     cls: type[Encoding]
     preset: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """What may be set, with its default: every keyword of the constructor that the name does not fix."""
+        """The options of `build` with their defaults: keywords of the constructor that the name does not fix."""
         found: dict[str, Any] = {}
         for cls in self.cls.__mro__:
             if "__init__" not in vars(cls) or not issubclass(cls, Encoding):
@@ -88,24 +88,27 @@ ENTRIES: dict[str, Entry] = {
 }
 
 
-#: the names of this package, which no other encoding can take
+#: the names of this package, which no other encoding can have
 SHIPPED = frozenset(ENTRIES)
 
 
 def names() -> list[str]:
-    """Every encoding `build` knows; any of them may be joined with `+`."""
+    """List the names that `build` accepts. Several can be joined with "+"."""
     return [*ENTRIES, *(name for name in own.offered() if name not in ENTRIES)]
 
 
 def register(name: str, cls: type[Encoding], **preset: Any) -> None:
-    """Give an encoding of your own a name, so that `build`, models and training find it.
+    """Register your own encoding under a name, for `build`, models and training.
 
-    Registering a class again (the same module and name: a cell of a notebook that runs twice) replaces it.
+    Registering a class of the same module and name again replaces it, so a notebook cell can run twice.
 
     Args:
-        name: without "+", "@", "," and brackets, which join and set encodings.
-        preset: options of the class that the name fixes.
+        name: the name, without "+", "@", ",", "/", brackets and spaces.
         cls: a subclass of `Encoding`.
+        preset: options of the class that the name fixes.
+
+    Raises:
+        ValueError: if the name is not valid or is in use.
     """
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise TypeError(f"register expects a subclass of grape_pe.Encoding, got {cls!r}")
@@ -121,7 +124,7 @@ def _same_class(old: type, new: type) -> bool:
 
 
 def entry(name: str) -> Entry:
-    """The entry of a name; an encoding of an installed package is imported when it is first used."""
+    """The entry of a name. The encoding of an installed package is imported when it is first used."""
     _check_name(name)
     if name not in ENTRIES:
         register(name, own.load_offered(name))  # type: ignore[arg-type]
@@ -134,14 +137,14 @@ def facts(name: str) -> Facts | None:
 
 
 def own_modules() -> list[str]:
-    """Modules that other processes must import to know all encodings registered here."""
-    main = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m MODULE
+    """Modules that worker processes must import to register the same encodings."""
+    main = getattr(sys.modules["__main__"], "__spec__", None)  # set by python -m MODULE
     named = [*own.IMPORTED, *(main.name if each == "__main__" and main else each for each in _defining())]
     return list(dict.fromkeys(name for name in named if name != "__main__"))
 
 
 def main_script() -> str | None:
-    """The script that other processes must run as well, because encodings are registered in it."""
+    """The script that worker processes must also run, because it registers encodings; None if there is none."""
     main = sys.modules["__main__"]
     named = "__main__" not in _defining() or getattr(main, "__spec__", None) is not None
     return None if named else getattr(main, "__file__", None)
@@ -167,23 +170,26 @@ def build(
     kv_heads: int | None = None,
     **options: Any,
 ) -> Encoding:
-    """Build an encoding by name; `+` composes one rotation with any number of biases.
+    """Build an encoding by name. "+" combines one rotation with any number of biases.
 
     Args:
         name: one of `names()`, or several joined by "+", such as "grape-m+grape-ap".
-        heads: query heads.
+        heads: number of query heads.
         head_dim: features of a head.
-        width: the model's hidden size; needed by encodings that read the block's input.
-        kv_heads: key heads, if fewer; must divide `heads`.
-        options: of the encoding. In a composition an option goes to every part that has it, or to one of
-            them as `**{"grape-ap": {"probe_dim": 16}}`.
+        width: the model's hidden size; needed by encodings that read the attention block's input.
+        kv_heads: number of key heads; must divide `heads`, which is the default.
+        options: options of the encoding. With "+" an option goes to every part that has it; for a single part
+            write `**{"grape-ap": {"probe_dim": 16}}`.
+
+    Returns:
+        The encoding, a module. Its `repr` is this call.
     """
     shape = HeadShape(heads, head_dim, heads if kv_heads is None else kv_heads, width)
     parts = name.split("+") if isinstance(name, str) else [name]
     for part in parts:
         _check_name(part)
     if len(set(parts)) < len(parts):
-        raise ValueError(f"{name!r} names a part twice; each may appear once")
+        raise ValueError(f"{name!r} names a part twice; remove one of them")
     _check_options(parts, options)
     built = {part: _build_part(part, shape, _options_of(part, options)) for part in parts}
     encoding = built[parts[0]] if len(parts) == 1 else Composite(shape, built)
@@ -235,7 +241,7 @@ def _build_part(name: str, shape: HeadShape, options: dict[str, Any]) -> Encodin
 
 
 def _spec(name: str, shape: HeadShape, options: dict[str, Any]) -> str:
-    """The call that builds it again: what `repr` shows."""
+    """The `build` call of an encoding, for `repr`."""
     sizes: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim}
     if shape.kv_heads != shape.heads:
         sizes["kv_heads"] = shape.kv_heads

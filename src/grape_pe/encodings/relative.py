@@ -1,4 +1,4 @@
-"""A relative bias mixed by the query: learned tables over near distances, weighted by the content (Eq. D6)."""
+"""A relative bias: learned tables over near distances, mixed by weights that depend on the query (Eq. D6)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from torch import nn
 
 from ..bias import Beyond, DistanceBias
 from ..bias.distance import BEYOND
+from ..checks import check_choice, check_integer
 from .base import Encoded, Encoding, HeadShape, State, Tokens, own_parameter
 from .distance import whole_positions
 from .facts import Facts
 
 
 class Relative(Encoding):
-    """b(t, j) = sum over r of w_r(t) P_hr[t - j], with w(t) = W_h q_t / sqrt(D).
-
-    P starts as N(0, 0.02), W as N(0, 1).
+    """The bias sum over r of w_r(t) P_hr[t - j], with learned tables P and w(t) = W_h q_t / sqrt(D).
 
     Args:
         shape: heads, key heads, features of a head, and width.
         tables: number of tables r for each head.
-        reach: the distances 0 … reach - 1 have an entry.
-        beyond: the bias at other distances: "zero", the "last" entry, or "-inf".
-        both: as many entries for keys after the query, for encoders.
+        reach: number of distances in a table, 0 … reach - 1.
+        beyond: the bias at larger distances: "zero", the "last" entry, or "-inf" (such keys are masked).
+        both: whether the tables also have distances 1 … reach - 1 of keys after the query, for encoders.
     """
 
     nonpositive = False
@@ -48,12 +47,8 @@ class Relative(Encoding):
     ) -> None:
         super().__init__(shape)
         for name, value in (("tables", tables), ("reach", reach)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of relative must be a positive integer, got {value!r}")
-        if beyond not in BEYOND:
-            raise ValueError(
-                f"beyond of relative must be one of {', '.join(map(repr, BEYOND))}, got {beyond!r}"
-            )
+            check_integer(f"{name} of relative", value)
+        check_choice("beyond of relative", beyond, BEYOND)
         self.beyond, self.first = beyond, 1 - reach if both else 0
         self.table = own_parameter(shape.heads, tables, 2 * reach - 1 if both else reach)
         self.mix = own_parameter(shape.heads, shape.head_dim, tables)
@@ -64,8 +59,8 @@ class Relative(Encoding):
         nn.init.normal_(self.mix)
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        places, working = whole_positions(tokens), tokens.working
+        positions, working = whole_positions(tokens), tokens.working
         weight = torch.matmul(tokens.q.to(working), self.mix.to(working)) * self.shape.head_dim**-0.5
         table = self.table.to(working)[None, :, None]
-        bias = DistanceBias(places, places, table, weight, self.first, self.beyond)
+        bias = DistanceBias(positions, positions, table, weight, self.first, self.beyond)
         return Encoded(tokens.q, tokens.k, bias)

@@ -1,4 +1,4 @@
-"""Rotations of q and k: RoPE, and multiplicative GRAPE in all its forms."""
+"""Encodings that rotate q and k: RoPE, and all forms of multiplicative GRAPE."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bias import NO_BIAS
+from ..checks import check_choice
 from ..groups import (
     JointMixtureRotation,
     MixtureRotation,
@@ -30,22 +31,21 @@ from .scaling import read_scaling
 
 
 class RotationEncoding(Encoding):
-    """Multiplies q and k by a group element of their position; cached keys are never rotated again.
+    """Base class: multiplies q and k by a group element of their position. Cached keys are rotated only once.
 
-    Elements carry the axes (B|1, Hkv|1, 1, T): a rotation belongs to a key head and is shared by
-    the queries of its group.
+    Elements have the batch axes (B|1, Hkv|1, 1, T): all query heads of a key head share its rotation.
     """
 
     transforms = True
 
     @property
     def rotary_heads(self) -> int:
-        """Key heads that are turned, the first ones; the others and their queries are left alone."""
+        """Number of key heads that are rotated, the first ones, with their query heads."""
         return self.shape.kv_heads
 
     @abstractmethod
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
-        """The group element of each token, and the state to carry."""
+        """Return the group element of each token, and the new state."""
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         element, state = self.element(tokens, state)
@@ -56,7 +56,7 @@ class RotationEncoding(Encoding):
         return Encoded(q.flatten(1, 2), k.squeeze(2), NO_BIAS, state)
 
     def _heads(self, turn: Callable[[Any, Tensor], Tensor], element: Any, x: Tensor) -> Tensor:
-        """`turn` of the key heads of x (B, Hkv, G, T, D) that are turned."""
+        """Apply `turn` to the key heads of x, (B, Hkv, G, T, D), that are rotated."""
         if self.rotary_heads == x.shape[1]:
             return turn(element, x)
         return torch.cat([turn(element, x[:, : self.rotary_heads]), x[:, self.rotary_heads :]], 1)
@@ -72,10 +72,10 @@ class RotationEncoding(Encoding):
 
     @ignores_autocast
     def rebase_keys(self, k: Tensor, offset: float) -> Tensor:
-        """G(n - offset) = G(-offset) G(n): one more turn of what is already turned."""
+        """Multiply encoded keys by G(-offset), since G(n - offset) = G(-offset) G(n)."""
         k = super().rebase_keys(k, offset)
         if self.contextual:
-            return k  # turned by a running phase, not by positions
+            return k  # rotated by a running sum, not by positions
         exact = exact_dtype(k.device)
         positions = torch.full((1, 1, self.coords), -float(offset), dtype=exact, device=k.device)
         element, _ = self.element(Tokens(k, k, positions), None)
@@ -86,14 +86,14 @@ class RotationEncoding(Encoding):
 
 
 class PlanesEncoding(RotationEncoding):
-    """Rotate coordinate planes, all of them or those of some features and heads.
+    """Base class: rotates coordinate planes, of all features and heads or of the first ones.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        coords: coordinates of a position, 1 to 3.
-        layout: of the planes, "half" as in Hugging Face's Llama or "interleaved".
-        rotary_dim: number of first features that are rotated; all by default.
-        rotary_heads: number of first key heads that are rotated, with their queries; all by default.
+        coords: number of coordinates of a position, 1 to 3.
+        layout: which features form a plane, "half" as in Hugging Face's Llama, or "interleaved".
+        rotary_dim: number of first features to rotate; all by default.
+        rotary_heads: number of first key heads to rotate, with their query heads; all by default.
     """
 
     def __init__(
@@ -117,28 +117,30 @@ class PlanesEncoding(RotationEncoding):
 
     @property
     def whole(self) -> bool:
-        """Every feature of every head is turned."""
+        """Whether all features of all heads are rotated."""
         return (self.rotary_dim, self.rotary_heads) == (self.shape.head_dim, self.shape.kv_heads)
 
     def turned(self, angle: Tensor, dtype: torch.dtype) -> PlaneRotation | PartialRotation:
-        """By angles (B|1, H|1, 1, T, planes) in float64."""
+        """The rotation by angles (B|1, H|1, 1, T, planes) in float64."""
         planes = PlaneRotation.from_angle(angle, dtype, self.layout)
         return planes if self.rotary_dim == self.shape.head_dim else PartialRotation(planes, self.rotary_dim)
 
 
 class Rotary(PlanesEncoding):
-    """Rotate coordinate planes at fixed (RoPE) or learned (GRAPE-M) frequencies (Eq. M3, M6).
+    """RoPE, with fixed frequencies, and GRAPE-M, with learned ones (Eq. M3, M6).
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        base: of the initial frequencies, base^(-2i/D).
+        base: base of the initial frequencies base^(-2i/D).
         spectrum: "log-uniform", or one initial frequency for each plane.
-        learned: learn the frequencies.
-        per_head: frequencies for each key head instead of one set for all.
-        scaling: of the spectrum for a longer context (see `Scaling`).
-        coords: coordinates of a position, 1 to 3.
-        axes: "disjoint" (each plane follows one axis, each axis has its own spectrum) or "mixed".
-        sections: how many planes of one spectrum follow each axis (M-RoPE, Eq. M13).
+        learned: whether to learn the frequencies.
+        per_head: whether each key head has its own learned frequencies.
+        scaling: scaling of the frequencies for a longer context, such as "yarn:4" or
+            `{"type": "linear", "factor": 4.0}`.
+        coords: number of coordinates (axes) of a position, 1 to 3.
+        axes: "disjoint" (each plane rotates with one axis, each axis has its own spectrum) or "mixed" (each plane
+            has a random direction over all axes).
+        sections: number of planes for each axis, which then share one spectrum (M-RoPE, Eq. M13).
         planes: `layout`, `rotary_dim` and `rotary_heads` of `PlanesEncoding`.
     """
 
@@ -178,7 +180,7 @@ class Rotary(PlanesEncoding):
     ) -> None:
         super().__init__(shape, coords, **planes)
         rule = read_scaling(scaling)
-        #: YaRN's factor of queries and keys, here all on the side of the queries
+        #: YaRN multiplies queries and keys by a factor; here queries get both
         self.query_factor = 1.0 if rule is None else rule.attention**2
         self.frequencies = Frequencies(
             self.rotary_dim // 2,
@@ -196,6 +198,7 @@ class Rotary(PlanesEncoding):
         self.frequencies.reset_parameters()
 
     def planes(self, tokens: Tokens) -> PlaneRotation | PartialRotation:
+        """The rotation of each token in its coordinate planes."""
         angle = torch.einsum("btn,gnm->bgtm", tokens.positions, self.frequencies()).unsqueeze(2)
         return self.turned(angle, tokens.q.dtype)
 
@@ -204,15 +207,15 @@ class Rotary(PlanesEncoding):
 
     @property
     def like(self) -> Hashable | None:
-        """Prepared where all heads turn alike, as halves."""
+        """Not None if all heads have the same frequencies and `turn_halves` applies."""
         delta = self.frequencies.delta
-        alike = delta is None or delta.shape[0] == 1
+        shared = delta is None or delta.shape[0] == 1
         halves = self.layout == "half" and self.whole and self.rotary_dim % 2 == 0
-        return (self.coords, delta is None, self.frequencies.rule) if alike and halves else None
+        return (self.coords, delta is None, self.frequencies.rule) if shared and halves else None
 
     @classmethod
     def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
-        """cos and sin (B|1, 1, T, D) of each."""
+        """For each of `parts`, cos and sin, (B|1, 1, T, D)."""
         theta = Frequencies.stacked([part.frequencies for part in parts])  # (L, coords, planes)
         rows, count, coords = positions.shape
         angle = positions.view(rows, 1, 1, count, coords) @ theta.view(1, -1, 1, coords, theta.shape[-1])
@@ -231,7 +234,7 @@ class Rotary(PlanesEncoding):
         return self._amplified(self._turn(element, x))
 
     def _amplified(self, q: Tensor) -> Tensor:
-        """Only what is turned has YaRN's factor, as in transformers, where cos and sin have it."""
+        """Multiply the rotated features by YaRN's factor, as transformers does through cos and sin."""
         if self.query_factor == 1.0:
             return q
         if self.rotary_dim == self.shape.head_dim:
@@ -240,16 +243,18 @@ class Rotary(PlanesEncoding):
 
 
 class ContextualRotary(PlanesEncoding):
-    """GRAPE-M with a contextual phase: angle = Phi_t theta_i, Phi_t the sum of gates before t (Eq. M10).
+    """GRAPE-M with a contextual phase: plane i rotates by Phi_t theta_i, with Phi_t a sum of gates (Eq. M10).
+
+    Phi_t is the sum of the gates of the tokens before t; a gate is a function of the token's input x.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        gate: the gate of a token, "sigmoid" as in the paper's experiments or "softplus".
-        phase_per_head: one phase for each key head instead of one for all.
-        phase_per_plane: one phase for each plane, as in Selective RoPE (Eq. M14).
-        base: as for `Rotary`.
-        spectrum: as for `Rotary`.
-        learned: learn the frequencies.
+        gate: "sigmoid", as in the paper's experiments, or "softplus".
+        phase_per_head: whether each key head has its own phase.
+        phase_per_plane: whether each plane has its own phase, as in Selective RoPE (Eq. M14).
+        base: base of the initial frequencies base^(-2i/D).
+        spectrum: "log-uniform", or one initial frequency for each plane.
+        learned: whether to learn the frequencies.
         planes: `layout`, `rotary_dim` and `rotary_heads` of `PlanesEncoding`.
     """
 
@@ -283,13 +288,13 @@ class ContextualRotary(PlanesEncoding):
         super().__init__(shape, **planes)
         assert shape.width is not None
         count = self.rotary_dim // 2
-        #: clocks of each token: (key heads or 1, planes or 1)
-        self.clocks = (
+        #: phases of each token: (key heads or 1, planes or 1)
+        self.sizes = (
             self.rotary_heads if phase_per_head else 1,
             max(count, 1) if phase_per_plane else 1,
         )
         self.clock = GatedCumsum(
-            shape.width, self.clocks[0] * self.clocks[1], gate, bias=softplus_inverse(1e-3)
+            shape.width, self.sizes[0] * self.sizes[1], gate, bias=softplus_inverse(1e-3)
         )
         self.frequencies = Frequencies(count, base=base, spectrum=spectrum, learned=learned)
 
@@ -304,20 +309,20 @@ class ContextualRotary(PlanesEncoding):
         return self.turned(angle.unsqueeze(2), tokens.q.dtype), total
 
     def phases(self, total: Tensor) -> Tensor:
-        """(B, Hkv|1, T, planes|1) of running sums (B, n, T)."""
-        return total.unflatten(1, self.clocks).transpose(-1, -2)
+        """Reshape running sums (B, n, T) to phases (B, Hkv|1, T, planes|1)."""
+        return total.unflatten(1, self.sizes).transpose(-1, -2)
 
 
 class PlaneRotary(RotationEncoding):
-    """One learned plane for each key head: exp(-n omega L(a, b)) by Rodrigues' formula, O(D) (Eq. R3-R5).
+    """A rotation exp(-n omega L(a, b)) in one learned plane for each key head, by Rodrigues' formula (Eq. R3-R5).
 
-    a and b start orthonormal; with a = e_1, b = e_2 this is one plane of RoPE.
+    a and b start orthonormal. With a = e_1 and b = e_2 this is one plane of RoPE.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        tied: set b = J a.
-        frequency: initial omega; it is learned as the frequencies of grape-m are.
-        layout: of the coordinate planes that J rotates.
+        tied: whether b = J a, where J rotates every coordinate plane by 90 degrees.
+        frequency: initial omega, which is learned.
+        layout: the coordinate planes of J, "half" or "interleaved".
     """
 
     facts = (
@@ -338,7 +343,7 @@ class PlaneRotary(RotationEncoding):
         super().__init__(shape)
         check_layout(layout)
         if shape.head_dim < 2:
-            raise ValueError(f"a plane needs head_dim >= 2, got {shape.head_dim}; use nope")
+            raise ValueError(f"grape-m-plane needs head_dim >= 2, got {shape.head_dim}; use nope")
         self.layout = layout
         self.a = own_parameter(shape.kv_heads, shape.head_dim)
         self.b = None if tied else own_parameter(shape.kv_heads, shape.head_dim)
@@ -363,17 +368,17 @@ class PlaneRotary(RotationEncoding):
 
 
 class MixtureRotary(RotationEncoding):
-    """GRAPE-M with planes that overlap and do not commute, inside a rank-r subspace (Eq. N1-N5).
+    """GRAPE-M with overlapping planes that do not commute, in a subspace of rank r (Eq. N1-N5).
 
-    The relative law is exact with one coordinate. With more it is lost, because the generators of different axes do not
-    commute either.
+    The relative law holds for one coordinate. It does not hold for more, because the generators of different axes
+    do not commute.
 
     Args:
         shape: heads, key heads, features of a head, and width.
         rank: r, even.
-        per_head: a mixture for each key head instead of one for all.
-        base: of the initial spectrum.
-        coords: coordinates of a position, 1 to 3.
+        per_head: whether each key head has its own planes.
+        base: base of the initial frequencies.
+        coords: number of coordinates of a position, 1 to 3.
     """
 
     facts = (
@@ -399,9 +404,7 @@ class MixtureRotary(RotationEncoding):
     ) -> None:
         super().__init__(shape, coords)
         if not isinstance(rank, int) or rank % 2 or not 2 <= rank <= shape.head_dim:
-            raise ValueError(
-                f"rank must be even, from 2 to head_dim = {shape.head_dim}, got {rank!r}; planes have width 2"
-            )
+            raise ValueError(f"rank must be even, from 2 to head_dim = {shape.head_dim}, got {rank!r}")
         heads = shape.kv_heads if per_head else 1
         self.rank, self.base = rank, base
         self.frame = own_parameter(heads, shape.head_dim, rank)
@@ -409,15 +412,15 @@ class MixtureRotary(RotationEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A chain of planes (e_k, e_k+1): every other one a plane of RoPE, the links between them weak."""
-        nn.init.normal_(self.frame)  # made orthonormal on use
+        """Planes (e_k, e_k+1): those of even k as in RoPE, weak rotations between them."""
+        nn.init.normal_(self.frame)  # orthonormalized in `element`
         theta = log_uniform(self.rank // 2, self.base)
         strength = torch.empty(self.rank - 1, dtype=torch.float32)
         strength[0::2] = theta
         strength[1::2] = 0.1 * (theta[:-1] * theta[1:]).sqrt()
         eye = torch.eye(self.rank, dtype=torch.float32)
         with torch.no_grad():
-            # L(b, a) turns by +theta where L(a, b) turns by -theta
+            # L(b, a) rotates by +theta, L(a, b) by -theta
             self.pairs[0] = strength.sqrt()[:, None] * eye[1:]
             self.pairs[1] = strength.sqrt()[:, None] * eye[:-1]
 
@@ -454,26 +457,29 @@ def _check_rotary_heads(rotary_heads: int | None, kv_heads: int) -> int:
         or not 1 <= rotary_heads <= kv_heads
     ):
         raise ValueError(
-            f"rotary_heads must be from 1 to kv_heads = {kv_heads}, the number of first key heads that are turned; "
+            f"rotary_heads must be from 1 to kv_heads = {kv_heads}, the number of first key heads to rotate, "
             f"got {rotary_heads!r}"
         )
     return rotary_heads
 
 
 def check_layout(layout: str) -> None:
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f'layout must be "half" or "interleaved", got {layout!r}')
+    """Raise a ValueError unless this is a layout of planes."""
+    check_choice("layout", layout, ("half", "interleaved"))
 
 
 def convert_layout(weight: Tensor, head_dim: int, *, to: Layout) -> Tensor:
-    """Reorder the rows of a q or k projection (heads * head_dim, …) for the other plane layout.
+    """Reorder the rows of a query or key projection for the other layout of rotation planes.
 
-    The converted weights with the converted layout give the same scores, bit for bit.
+    Converted weights with the converted layout give the same scores, bit for bit.
 
     Args:
-        weight: (heads * head_dim, …).
-        head_dim: features of a head.
+        weight: weight or bias of the projection, (heads * head_dim, …).
+        head_dim: features of a head, even.
         to: the layout to convert to, "half" or "interleaved".
+
+    Returns:
+        The reordered tensor, of the same shape.
     """
     check_layout(to)
     if head_dim % 2:
@@ -482,7 +488,7 @@ def convert_layout(weight: Tensor, head_dim: int, *, to: Layout) -> Tensor:
         )
     if weight.shape[0] % head_dim:
         raise ValueError(
-            f"the first axis must be heads * head_dim, got {weight.shape[0]} rows for head_dim {head_dim}"
+            f"the first axis of weight must be a multiple of head_dim={head_dim}, got {weight.shape[0]} rows"
         )
     pairs = (2, head_dim // 2) if to == "interleaved" else (head_dim // 2, 2)
     return weight.unflatten(0, (-1, *pairs)).transpose(1, 2).flatten(0, 2)

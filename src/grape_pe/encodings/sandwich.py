@@ -24,14 +24,14 @@ def _cosines(distance: Tensor, numbers: Tensor, *, planes: int) -> Tensor:
 
 
 class Sandwich(ProfileEncoding):
-    """(H / 8h) * sum for i = 1 … dim / 2 of (cos(d / 10000^(2i / dim)) - 1), for heads h = 1 … H; nothing is learned.
+    """Sandwich: the bias (H / 8h) * sum for i = 1 … dim/2 of (cos((t - j) / 10000^(2i / dim)) - 1), heads h = 1 … H.
 
-    Subtracting 1 makes the bias 0 at distance 0 and never positive; it changes each row of logits by a constant,
-    which softmax ignores.
+    It has no parameters. The -1 makes the bias 0 at distance 0 and negative elsewhere, without a change of the
+    attention weights: it adds the same number to all logits of a query.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        dim: width of the sinusoidal embeddings (128 in the paper).
+        dim: width of the sinusoidal embeddings; 128 in the paper.
     """
 
     facts = (

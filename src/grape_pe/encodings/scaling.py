@@ -1,8 +1,8 @@
-"""Spectra for longer contexts: frequencies rescaled once, as transformers' `rope_parameters` rescale them.
+"""Scaling rules for RoPE's frequencies, for longer contexts: the static rules of transformers' `rope_parameters`.
 
     grape.build("rope", heads=8, head_dim=64, scaling={"type": "yarn", "factor": 4.0, "original_context": 2048})
 
-Every rule is a function of the frequency itself, so that it also applies to a learned spectrum.
+Each rule is a function of the frequency, so it also applies to learned frequencies.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..checks import check_choice, check_positive
+
 
 @dataclass(frozen=True)
 class Scaling:
-    """Position interpolation, type "linear": every frequency divided by `factor`."""
+    """Position interpolation, type "linear": divides every frequency by `factor`."""
 
     kind: ClassVar[str] = "linear"
 
@@ -29,29 +31,29 @@ class Scaling:
             value = getattr(self, field.name)
             optional = field.default is None
             if field.type != "bool" and not (optional and value is None):
-                _check_number(self.kind, field.name, value)
+                check_positive(f'{field.name} of scaling type "{self.kind}"', value)
         if self.factor < 1:
             raise ValueError(
-                f"scaling factor must be at least 1, got {self.factor}; 4.0 is for 4 times the context"
+                f"scaling factor must be at least 1, got {self.factor}; 4.0 means 4 times the context"
             )
 
     @property
     def attention(self) -> float:
-        """What queries and keys are each multiplied by."""
+        """The factor of queries, and of keys."""
         return 1.0
 
     def __call__(self, theta: Tensor, base: float) -> Tensor:
-        """The rescaled frequencies of theta (..., planes), which started as base^(-i/planes)."""
+        """Rescale frequencies theta, (..., planes), whose initial values are base^(-i/planes)."""
         return theta / self.factor
 
     def rope_parameters(self, base: float, planes: int) -> dict[str, Any]:
-        """The same in transformers' configurations."""
+        """The equal `rope_parameters` of a transformers configuration."""
         return {"rope_type": self.kind, "rope_theta": base, "factor": self.factor}
 
 
 @dataclass(frozen=True)
 class NTKAware(Scaling):
-    """Type "ntk": a larger base, which divides the lowest frequency by `factor` and keeps the highest."""
+    """Type "ntk": a larger base, which divides the lowest frequency by `factor` and does not change the highest."""
 
     kind: ClassVar[str] = "ntk"
 
@@ -66,10 +68,10 @@ class NTKAware(Scaling):
 
 @dataclass(frozen=True)
 class YaRN(Scaling):
-    """Type "yarn": planes with few turns in `original_context` are interpolated, those with many are kept.
+    """Type "yarn": divides low frequencies by `factor`, does not change high ones, with a ramp over planes between.
 
-    In between (`beta_slow` to `beta_fast` turns) a ramp over the planes; `truncate` rounds its ends to whole
-    planes. `attention_factor` is 1 + 0.1 log(factor) unless given.
+    The ramp runs over planes with `beta_slow` to `beta_fast` turns in `original_context`. `truncate` rounds its
+    ends to whole planes. `attention_factor` is 1 + 0.1 log(factor) by default.
     """
 
     kind: ClassVar[str] = "yarn"
@@ -92,13 +94,15 @@ class YaRN(Scaling):
         low, high = max(low, 0), min(high, 2 * planes - 1)
         index = theta.log() * (-planes / math.log(base))
         whole = index.round()
-        near = (index - whole).abs() < 1e-4  # i itself where theta is base^(-i/planes) in float32
+        near = (
+            index - whole
+        ).abs() < 1e-4  # theta is base^(-i/planes) up to rounding to float32: use i exactly
         index = index + torch.where(near, whole - index, 0.0).detach()
         ramp = ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
         return theta / self.factor * ramp + theta * (1 - ramp)
 
     def _plane(self, turns: float, planes: int, base: float) -> float:
-        """The index of the plane that turns so often in the original context."""
+        """The (real) index of the plane that makes this number of turns in the original context."""
         return planes * math.log(self.original_context / (turns * 2 * math.pi)) / math.log(base)
 
     def rope_parameters(self, base: float, planes: int) -> dict[str, Any]:
@@ -114,7 +118,7 @@ class YaRN(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Type "llama3": long wavelengths are interpolated, short ones kept, with a smooth step in between."""
+    """Type "llama3": divides low frequencies by `factor`, does not change high ones, with a ramp between."""
 
     kind: ClassVar[str] = "llama3"
 
@@ -149,7 +153,7 @@ KINDS: dict[str, type[Scaling]] = {cls.kind: cls for cls in (Scaling, NTKAware, 
 
 
 def spelled_out(scaling: Any) -> dict[str, Any]:
-    """{"type": "yarn", "factor": 4.0} as it is, or from "yarn:4"."""
+    """Convert "yarn:4" to {"type": "yarn", "factor": 4.0}; a mapping does not change."""
     if isinstance(scaling, Mapping) and "type" in scaling:
         return dict(scaling)
     kind, _, factor = scaling.partition(":") if isinstance(scaling, str) else ("", "", "")
@@ -157,23 +161,22 @@ def spelled_out(scaling: Any) -> dict[str, Any]:
         return {"type": kind, "factor": float(factor)}
     except ValueError:
         raise TypeError(
-            f'scaling must be such as "linear:4" or {{"type": "linear", "factor": 4.0}}, got {scaling!r}'
+            f'scaling must be like "linear:4" or {{"type": "linear", "factor": 4.0}}, got {scaling!r}'
         ) from None
 
 
 def read_scaling(scaling: Mapping[str, Any] | str | None) -> Scaling | None:
-    """The rule that `scaling={"type": …, …}` or "type:factor" names, or an error that says what is wrong with it."""
+    """Build the rule of `scaling={"type": …, …}` or "type:factor", or raise an error."""
     if scaling is None:
         return None
     options = spelled_out(scaling)
     kind = options["type"]
     if kind == "dynamic":
         raise ValueError(
-            'scaling type "dynamic" changes the frequencies while a sequence grows, and cached keys keep the old '
+            'scaling type "dynamic" changes the frequencies while a sequence grows, but cached keys keep the old '
             'ones; use "ntk" with the factor of the longest sequence'
         )
-    if kind not in KINDS:
-        raise ValueError(f"scaling type must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice("scaling type", kind, KINDS)
     given = {name: value for name, value in options.items() if name != "type"}
     known = {field.name: field for field in fields(KINDS[kind])}
     for name in given:
@@ -183,9 +186,3 @@ def read_scaling(scaling: Mapping[str, Any] | str | None) -> Scaling | None:
         if field.default is MISSING and name not in given:
             raise TypeError(f'scaling type "{kind}" needs {name!r}; add it to scaling={options!r}')
     return KINDS[kind](**given)
-
-
-def _check_number(kind: str, name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value > 0):
-        raise ValueError(f'{name} of scaling type "{kind}" must be a positive number, got {value!r}')

@@ -1,4 +1,4 @@
-"""T5's relative bias: one learned number for each head and bucket of distances (Eq. D2)."""
+"""T5's relative bias: a learned number for each head and bucket of distances (Eq. D2)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .facts import Facts
 
 
 def t5_bucket(distance: Tensor, buckets: int, max_distance: int, both: bool) -> Tensor:
-    """The bucket of d = n_t - n_j: half of them one distance each, the rest of equal width in log d.
+    """The bucket of each distance n_t - n_j.
 
-    With `both` one half of the buckets is for keys after the query; without, those count as distance 0.
+    Half of the buckets have a single distance; the others have equal widths in the log of the distance. With `both`,
+    half of all buckets are for keys after the query; without, these keys are at distance 0.
     """
     start: Tensor | int = 0
     if both:
@@ -29,15 +30,15 @@ def t5_bucket(distance: Tensor, buckets: int, max_distance: int, both: bool) -> 
 
 
 class T5(Encoding):
-    """b(t, j) = table[h, bucket(t - j)], learned, starting as N(0, 0.02).
+    """T5's relative bias: b(t, j) = table[h, bucket(t - j)], with a learned table.
 
-    T5 itself does not scale <q, k>: pass scale=1 to `attend` to repeat it.
+    T5 does not scale <q, k>; for the same scores pass scale=1 to `attend`.
 
     Args:
         shape: heads, key heads, features of a head, and width.
         buckets: number of buckets.
-        max_distance: all larger distances share the last bucket.
-        both: keys after the query have buckets of their own, for encoders.
+        max_distance: this and all larger distances share the last bucket.
+        both: whether keys after the query have their own buckets, for encoders.
     """
 
     nonpositive = False
@@ -65,7 +66,7 @@ class T5(Encoding):
         exact = buckets // parts
         if not isinstance(max_distance, int) or max_distance <= exact:
             raise ValueError(
-                f"max_distance of t5 must be above {exact}, the distances with a bucket of their own; "
+                f"max_distance of t5 must be an integer above {exact}, the number of distances with their own bucket, "
                 f"got {max_distance!r}"
             )
         self.max_distance, self.both = max_distance, both
@@ -76,9 +77,9 @@ class T5(Encoding):
         nn.init.normal_(self.table, std=0.02)
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
-        places, last = whole_positions(tokens), self.max_distance
+        positions, last = whole_positions(tokens), self.max_distance
         first = -last if self.both else 0
         distances = torch.arange(first, last + 1, device=self.table.device)
         buckets = t5_bucket(distances, self.table.shape[-1], last, self.both)
         table = self.table.to(tokens.working)[:, buckets][None, :, None, None]
-        return Encoded(tokens.q, tokens.k, DistanceBias(places, places, table, first=first))
+        return Encoded(tokens.q, tokens.k, DistanceBias(positions, positions, table, first=first))

@@ -1,4 +1,4 @@
-"""Log-n attention: queries grow with the logarithm of their position, so that long contexts stay sharp (Eq. Q1)."""
+"""Log-n attention: queries times the log of their position, so that attention stays sharp in long contexts (Eq. Q1)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import math
 from torch import Tensor
 
 from ..bias import NO_BIAS
+from ..checks import check_integer
 from .base import Encoded, Encoding, HeadShape, State, Tokens
 from .facts import Facts
 
 
 class LogN(Encoding):
-    """Scores <q, k> are multiplied by max(1, log(n + 1) / log(length)), n the query's position.
+    """Log-n attention: multiplies <q, k> by max(1, log(n + 1) / log(length)), with n the query's position.
 
-    It composes with every other encoding (with one coordinate); biases and their gates are not multiplied.
+    It can be added to any encoding with one coordinate. Biases and their gates are not multiplied.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        length: the context of training; up to it nothing changes.
+        length: the training context; the factor is 1 up to this length.
     """
 
     sets_norms = True
@@ -35,8 +36,7 @@ class LogN(Encoding):
 
     def __init__(self, shape: HeadShape, *, length: int = 512) -> None:
         super().__init__(shape)
-        if not isinstance(length, int) or isinstance(length, bool) or length < 2:
-            raise ValueError(f"length must be at least 2, the tokens of a training context; got {length!r}")
+        check_integer("length", length, 2)
         self.length = length
 
     @property
@@ -44,8 +44,8 @@ class LogN(Encoding):
         return "queries are multiplied by the log of their absolute position"
 
     def query_factor_of(self, tokens: Tokens) -> Tensor:
-        seen = (tokens.positions + 1).clamp_min(self.length).log() / math.log(self.length)
-        return seen.unsqueeze(1).to(tokens.working)
+        factor = (tokens.positions + 1).clamp_min(self.length).log() / math.log(self.length)
+        return factor.unsqueeze(1).to(tokens.working)
 
     def encode(self, tokens: Tokens, state: State) -> Encoded:
         return self.multiplied(Encoded(tokens.q, tokens.k, NO_BIAS), self.query_factor_of(tokens))

@@ -1,4 +1,4 @@
-"""xPos (Sun et al., 2022): RoPE whose planes also fade with the distance, each at its own rate (Eq. M17)."""
+"""xPos (Sun et al., 2022): RoPE whose planes also decay with the distance, each at its own rate (Eq. M17)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_positive
 from ..groups import PlaneRotation, ScaledRotation
 from ..groups.rotation import Layout
 from ..precision import ensure, exact_dtype, readable
@@ -16,25 +17,25 @@ from .facts import Facts
 from .frequencies import Frequencies
 from .rotary import RotationEncoding, check_layout
 
-#: how much of a dtype's range of exponents is used: squares of keys stay in it
+#: the part of a dtype's range of exponents that may be used, so that squares of keys do not overflow
 RANGE = 0.45
 
 
 class XPos(RotationEncoding):
-    """RoPE, with plane i of <q_t, k_j> also multiplied by zeta_i^((t - j) / scale_base) <= 1, for j <= t.
+    """RoPE that also multiplies plane i of <q_t, k_j> by zeta_i^((t - j) / scale_base), at most 1 for j <= t.
 
-    Queries are multiplied by zeta^(t - c) and keys by zeta^(c - j); c, the middle of the first call, is carried as
-    the state. Both factors are exact to rounding, but their exponents must fit the dtype: positions more than
-    `reach(dtype)` from c are refused. In a cache `StreamingCache.rebase` moves them back, at any length.
+    Queries are multiplied by zeta^(t - c) and keys by zeta^(c - j), where c is the middle position of the first
+    call, kept in the state. These factors must not overflow: positions farther than `reach(dtype)` from c raise an
+    error. In a cache, `StreamingCache.rebase` shifts the positions, so sequences can have any length.
 
-    Use it for causal attention: the product with keys after the query would grow with the distance.
+    For causal attention only: the factor of keys after the query would grow with the distance.
 
     Args:
         shape: heads, key heads, features of a head, and width.
-        scale_base: in the exponent.
-        gamma: in zeta_i = (2i/D + gamma) / (1 + gamma).
-        base: as for `Rotary`.
-        layout: as for `PlanesEncoding`.
+        scale_base: divisor of the distance in the exponent.
+        gamma: sets zeta_i = (2i/D + gamma) / (1 + gamma).
+        base: base of the frequencies base^(-2i/D).
+        layout: which features form a plane, "half" or "interleaved".
     """
 
     sets_norms = True
@@ -61,8 +62,7 @@ class XPos(RotationEncoding):
         super().__init__(shape)
         check_layout(layout)
         for name, value in (("scale_base", scale_base), ("gamma", gamma)):
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            check_positive(name, value)
         self.layout, self.scale_base, self.gamma = layout, float(scale_base), float(gamma)
         self.frequencies = Frequencies(shape.head_dim // 2, base=base)
 
@@ -70,19 +70,19 @@ class XPos(RotationEncoding):
         self.frequencies.reset_parameters()
 
     def rates(self, device: torch.device) -> Tensor:
-        """-log(zeta_i) / scale_base of each plane, in float64."""
+        """The decay rates -log(zeta_i) / scale_base of all planes, in float64."""
         planes = self.frequencies.planes
         i = torch.arange(planes, device=device, dtype=exact_dtype(device))
         return -((i / max(planes, 1) + self.gamma) / (1 + self.gamma)).log() / self.scale_base
 
     def reach(self, dtype: torch.dtype) -> float:
-        """How far from the middle of the first call a position may be."""
+        """The largest allowed distance of a position from the middle position of the first call."""
         info = torch.finfo(dtype)
         fastest = math.log((1 + self.gamma) / self.gamma) / self.scale_base
         return RANGE * min(math.log(info.max), -math.log(info.tiny)) / fastest
 
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
-        """`state` (B, 1, 1) is c; 0 if None."""
+        """The scaled rotation of each token; `state` is c, (B, 1, 1), or None for 0."""
         n = tokens.positions[..., 0, None]  # (B|1, T, 1)
         planes = PlaneRotation.from_angle(
             (n * self.frequencies()[0])[:, None, None], tokens.q.dtype, self.layout
@@ -97,7 +97,7 @@ class XPos(RotationEncoding):
         state = state[..., -1:].expand(tokens.q.shape[0], 1, -1)
         self._check_reach((n - state).abs(), tokens.q.dtype)
         code = super().encode(tokens, state)
-        code.state = state.expand(-1, -1, n.shape[-1]).clone()  # the old one may be a cache's storage
+        code.state = state.expand(-1, -1, n.shape[-1]).clone()  # `state` may be a view of a cache's storage
         return code
 
     def _check_reach(self, far: Tensor, dtype: torch.dtype) -> None:
@@ -105,8 +105,8 @@ class XPos(RotationEncoding):
         ensure(
             (far <= reach).all(),
             readable(far) and far.device.type == "cpu",
-            f"xpos keeps positions up to {reach:.0f} from the middle of the first call in {dtype}, and these are "
-            "farther: call cache.rebase(n) of a StreamingCache before the next tokens, or raise scale_base",
+            f"positions of xpos may be at most {reach:.0f} from the middle of the first call in {dtype}, and these "
+            "are farther; call cache.rebase(n) of a StreamingCache before the next tokens, or raise scale_base",
         )
 
     def _turn_key(self, element: ScaledRotation, x: Tensor) -> Tensor:
@@ -119,6 +119,6 @@ class XPos(RotationEncoding):
         moved = super().rebase_keys(k, offset)
         if not bool(moved.isfinite().all()):
             raise ValueError(
-                f"keys of xpos cannot be moved by {offset:g}: they exceed {k.dtype}; move them by less"
+                f"keys of xpos overflow {k.dtype} if they are moved by {offset:g}; move them by less"
             )
         return moved

@@ -1,13 +1,13 @@
-"""Mathematics on tensors: the groups that positions act through. No modules, no parameters.
+"""Group elements for position encodings: functions and frozen dataclasses of tensors, without parameters.
 
-`rotation`  commuting rotations in SO(d): coordinate planes, and planes of a learned basis
-`rank2`     one plane spanned by any two vectors, by the closed form of its exponential
-`mixture`   non-commuting rank-2 terms inside a thin subspace
-`unipotent` additive logits as actions in GL(d+k), and both families in one action
-`spectrum`  eigenvalues, singular values, determinant and condition of all of these
+`rotation`  commuting rotations in SO(D): coordinate planes, and planes of a learned basis
+`rank2`     rotation in the plane spanned by any two vectors
+`mixture`   rotations inside a learned subspace, whose generators need not commute
+`unipotent` additive logits as matrices in GL(D + k), alone or joint with a rotation
+`spectrum`  eigenvalues, singular values, determinant and condition number of all of these
 
-A group element is a frozen dataclass with the same verbs everywhere: `apply` (never builds the
-matrix), `as_matrix`, `compose`, `inverse`.
+Every element has the same methods: `apply` multiplies vectors by it without building its matrix, `as_matrix`
+builds the matrix, `compose` and `inverse` return new elements.
 """
 
 from ..precision import exact_dtype

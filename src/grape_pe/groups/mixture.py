@@ -1,8 +1,8 @@
-"""Non-commuting mixtures: L = E L_r E^T with E (D x r) orthonormal and L_r any skew r x r matrix.
+"""Rotations exp(n L) with L = E L_r E^T, where E (D x r) is orthonormal and L_r is any skew r x r matrix.
 
-exp(n L) = I + E (exp(n L_r) - I) E^T, so a token costs O(rD). L_r is decomposed once; its
-exponential is differentiated by divided differences, which stay finite when eigenvalues meet,
-where the derivative of an eigenvector does not exist (Eq. N1-N4 of docs/math.md).
+exp(n L) = I + E (exp(n L_r) - I) E^T costs O(rD) for each token. L_r is decomposed once. The gradient of its
+exponential uses divided differences, which stay finite for equal eigenvalues; the derivative of an eigenvector
+does not (Eq. N1-N4 of docs/math.md).
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ from .rotation import batch_first, matrix_exp
 
 
 def skew_from_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of overlapping rank-2 terms: (..., K, r), (..., K, r) -> (..., r, r) in so(r) (Eq. N1).
+    """Sum K rank-2 generators, whose planes may overlap (Eq. N1).
 
     Args:
-        a: (..., K, r).
-        b: (..., K, r).
+        a: (..., K, r), the first vector of each pair.
+        b: (..., K, r), the second vector of each pair.
+
+    Returns:
+        A skew matrix, (..., r, r).
     """
     return rank2_generator(a, b).sum(-3)
 
 
 def orthonormal_columns(weight: Tensor) -> Tensor:
-    """The Q of W = Q R with a positive diagonal of R: orthonormal columns, smooth in W of full rank.
+    """Orthonormalize the columns of W: the Q of W = Q R with a positive diagonal of R, smooth in W of full rank.
 
-    Formed in float64 by Householder's QR, so the columns stay orthonormal however badly conditioned
-    W becomes (the Cholesky factor of W^T W would square its condition number).
+    Computed in float64 by Householder QR, so the columns are orthonormal for any condition number of W
+    (the Cholesky factor of W^T W would square it).
 
     Args:
         weight: W, (..., D, r).
+
+    Returns:
+        Q, (..., D, r), in float64.
     """
     q, r = torch.linalg.qr(weight.to(exact_dtype(weight.device)))
     return torch.where(r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -q, q)
@@ -44,8 +50,8 @@ def orthonormal_columns(weight: Tensor) -> Tensor:
 class _SkewExp(torch.autograd.Function):
     """(y, L_r, n) -> exp(n L_r) y, for y (..., T, r), L_r (..., r, r), n (..., T).
 
-    The first backward pass uses the decomposition. A pass that is itself to be differentiated cannot
-    (eigenvectors have no derivative where eigenvalues meet) and takes dense exponentials, one a token.
+    The first backward pass uses the eigendecomposition. For higher derivatives the backward pass uses a dense
+    exponential for each token, because eigenvectors have no derivative at equal eigenvalues.
     """
 
     @staticmethod
@@ -102,7 +108,7 @@ class _SkewExp(torch.autograd.Function):
 def _differentiable_backward(
     grad: Tensor, y: Tensor, skew: Tensor, n: Tensor, out: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of exp(n L) y in operations that have derivatives of any order."""
+    """Gradients of exp(n L) y, in operations that can be differentiated again."""
     grad_y = grad_skew = grad_n = None
     if needs[0]:
         grad_y = skew_exp_apply(grad, skew, -n).sum_to_size(y.shape)
@@ -116,7 +122,7 @@ def _differentiable_backward(
 
 
 def _frechet(a: Tensor, direction: Tensor, n: Tensor) -> Tensor:
-    """The derivative of exp(n A) with A towards `direction`: a block of exp(n [[A, E], [0, A]])."""
+    """The directional derivative of exp(n A) in A along E = `direction`: a block of exp(n [[A, E], [0, A]])."""
     a, direction = torch.broadcast_tensors(a, direction)
     blocks = torch.cat([torch.cat([a, direction], -1), torch.cat([torch.zeros_like(a), a], -1)], -2)
     size = a.shape[-1]
@@ -128,8 +134,8 @@ def _divided_difference_sum(
 ) -> Tensor:
     """d<g, exp(n L) y>/dL summed over tokens (Daleckii-Krein, Eq. N4).
 
-    The divided difference of e^(-i n mu) at (mu_a, mu_b) is n h_a h_b sinc(n (mu_a - mu_b) / 2)
-    with h the half-angle phases: no division, so nothing breaks when mu_a = mu_b.
+    The divided difference of e^(-i n mu) at (mu_a, mu_b) is n h_a h_b sinc(n (mu_a - mu_b) / 2), with h the
+    half-angle phases. It has no division, so mu_a = mu_b is safe.
     """
     gap = n[..., None, None] * (mu.unsqueeze(-1) - mu.unsqueeze(-2)).unsqueeze(-3) / 2
     weight = n[..., None, None] * sinc_of_square(gap.square())
@@ -149,10 +155,9 @@ def _pair_sum(left: Tensor, right: Tensor, shape: torch.Size) -> Tensor:
 
 
 def skew_exp_apply(y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
-    """exp(n L_r) y without forming a matrix for any token. Exact gradients to y, L_r and n.
+    """exp(n L_r) y without an r x r matrix for each token, with exact gradients for y, L_r and n.
 
-    torch.compile cannot trace this custom function (its shapes, its forward mode): there the exponentials
-    are formed, an r x r matrix a token.
+    torch.compile cannot trace the custom function, so compiled code does build these matrices.
     """
     if torch.compiler.is_compiling():
         turn = matrix_exp(n[..., None, None] * skew.unsqueeze(-3)).to(y.dtype)
@@ -162,12 +167,12 @@ def skew_exp_apply(y: Tensor, skew: Tensor, n: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MixtureRotation:
-    """exp(n E L_r E^T).
+    """A rotation exp(n E L_r E^T) inside the subspace spanned by the columns of E (Eq. N2).
 
     Args:
-        frame: E, (..., D, r).
-        skew: L_r, (..., r, r) in float64.
-        n: (..., T).
+        frame: E, (..., D, r), with orthonormal columns.
+        skew: L_r, (..., r, r), skew-symmetric, in float64.
+        n: (..., T), the positions.
     """
 
     frame: Tensor
@@ -185,8 +190,8 @@ class MixtureRotation:
     def compose(self, other: MixtureRotation) -> MixtureRotation:
         if self.frame is not other.frame or self.skew is not other.skew:
             raise ValueError(
-                "mixtures compose by adding positions only when they share frame and skew; "
-                "otherwise multiply their as_matrix()"
+                "MixtureRotation.compose needs two elements with the same frame and skew tensors; "
+                "multiply their as_matrix() instead"
             )
         return MixtureRotation(self.frame, self.skew, self.n + other.n)
 
@@ -200,15 +205,15 @@ class MixtureRotation:
 
 @dataclass(frozen=True, eq=False)
 class JointMixtureRotation:
-    """exp(E (sum over axes of n_a L_a) E^T): n-dimensional positions, generators need not commute.
+    """A rotation exp(E (sum over axes of n_a L_a) E^T) for n-dimensional positions.
 
-    It computes one small exponential for each token. When the generators do not commute this is no group
-    homomorphism: the relative law fails (Eq. N5).
+    Computes one r x r exponential for each token. If the generators L_a do not commute, the relative law does
+    not hold, and there is no `compose` (Eq. N5).
 
     Args:
-        frame: E, (..., D, r).
-        skew: (..., axes, r, r) in float64.
-        n: (..., T, axes).
+        frame: E, (..., D, r), with orthonormal columns.
+        skew: L_a, (..., axes, r, r), skew-symmetric, in float64.
+        n: (..., T, axes), the positions.
     """
 
     frame: Tensor

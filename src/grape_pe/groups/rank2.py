@@ -1,7 +1,7 @@
-"""One rotation plane spanned by any two vectors: L(a, b) = a b^T - b a^T and its exponential.
+"""Rotation in the plane of two vectors: the exponential of L(a, b) = a b^T - b a^T, applied in O(D).
 
-Applied in O(D), exact and differentiable for every a, b (parallel, zero, huge), because the closed
-form is written in s^2, which is smooth, and never in s, which is not (Eq. R1-R4 of docs/math.md).
+Exact and differentiable for all a and b, also parallel, zero or huge ones: the closed form uses s^2, which is
+smooth, instead of s (Eq. R1-R4 of docs/math.md).
 """
 
 from __future__ import annotations
@@ -14,38 +14,47 @@ from torch import Tensor
 from ..precision import ignores_autocast, working_dtype
 from .rotation import Layout, join_planes, split_planes
 
-_SERIES = 1e-2  # below this z^2 the five-term series are exact to float64
+_SERIES = 1e-2  # below this z^2 the five-term series is exact in float64
 
 
 def rank2_generator(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix L(a, b) = a b^T - b a^T (Eq. R1). exp(theta L(e1, e2)) turns by *minus* theta.
+    """The matrix L(a, b) = a b^T - b a^T (Eq. R1). exp(theta L(e1, e2)) rotates by *minus* theta.
 
     Args:
         a: (..., D).
         b: (..., D).
+
+    Returns:
+        L(a, b), (..., D, D).
     """
     outer = a.unsqueeze(-1) * b.unsqueeze(-2)
     return outer - outer.transpose(-1, -2)
 
 
 def quarter_turn(x: Tensor, layout: Layout = "half") -> Tensor:
-    """J x: every coordinate plane turned by +90 degrees. An odd last coordinate goes to zero.
+    """Rotate every coordinate plane by +90 degrees: J x. An odd last coordinate becomes zero.
 
     Args:
         x: (..., D).
-        layout: which coordinates form a plane.
+        layout: which coordinates form a plane, "half" or "interleaved".
+
+    Returns:
+        J x, (..., D).
     """
     x1, x2 = split_planes(x, layout)
     return join_planes(-x2, x1, x.shape[-1], layout)
 
 
 def complex_structure(width: int, layout: Layout = "half", dtype: torch.dtype = torch.float32) -> Tensor:
-    """J as a matrix: J^T = -J, J^2 = -I (on the first 2 * (D // 2) coordinates).
+    """The matrix J of `quarter_turn`. J^T = -J, and J^2 = -I on the first 2 * (D // 2) coordinates.
 
     Args:
         width: D.
-        layout: which coordinates form a plane.
-        dtype: of the result.
+        layout: which coordinates form a plane, "half" or "interleaved".
+        dtype: dtype of the result.
+
+    Returns:
+        J, (D, D).
     """
     return quarter_turn(torch.eye(width, dtype=dtype), layout).T
 
@@ -68,12 +77,12 @@ def versine_of_square(u: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rank2Rotation:
-    """exp(eta L(a, b)).
+    """The rotation exp(eta L(a, b)) in the plane of a and b (Eq. R3).
 
     Args:
         a: (..., D).
         b: (..., D).
-        eta: (...), one number for each pair.
+        eta: (...), a factor for each pair of vectors.
     """
 
     a: Tensor
@@ -82,14 +91,14 @@ class Rank2Rotation:
 
     @classmethod
     def from_vector(cls, a: Tensor, eta: Tensor, layout: Layout = "half") -> Rank2Rotation:
-        """The case b = J a: turns the plane (a, J a) by -eta |a|^2 (Eq. R5)."""
+        """The case b = J a: rotate the plane (a, J a) by -eta |a|^2 (Eq. R5)."""
         return cls(a, quarter_turn(a, layout), eta)
 
     def _orthogonal_pair(self) -> tuple[Tensor, Tensor]:
-        """(a, b - proj_a b): the same L, with gamma = 0 and an accurate s for near-parallel a, b.
+        """(a, b - proj_a b), which has the same L and an accurate s for nearly parallel a and b.
 
-        Projected twice: after one pass a rest of size eps |b| along a is left, which is large beside a
-        nearly parallel b, and the result would not be a rotation.
+        Projected twice: one pass leaves an error of eps |b| along a. For nearly parallel vectors that is as large
+        as the projected b, and the result would not be a rotation.
         """
         alpha = self.a.square().sum(-1, keepdim=True)
         nonzero = alpha > 0
@@ -101,14 +110,14 @@ class Rank2Rotation:
         return self.a, b
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        """f1, f2 of exp(eta L) = I + f1 L + f2 L^2 (Eq. R3)."""
+        """(f1, f2) of exp(eta L) = I + f1 L + f2 L^2 (Eq. R3)."""
         a, b = self._orthogonal_pair()
         u = self.eta.square() * a.square().sum(-1) * b.square().sum(-1)  # (eta s)^2
         return self.eta * sinc_of_square(u), self.eta.square() * versine_of_square(u)
 
     @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
-        """Two inner products and one update in the plane; everything scalar stays in eta's dtype."""
+        """Rotate x, (..., D), with two inner products and one update. Coefficients stay in the dtype of eta."""
         a, b = self._orthogonal_pair()
         f1, f2 = self.coefficients()
         alpha, beta = a.square().sum(-1), b.square().sum(-1)
@@ -126,7 +135,7 @@ class Rank2Rotation:
     def compose(self, other: Rank2Rotation) -> Rank2Rotation:
         if self.a is not other.a or self.b is not other.b:
             raise ValueError(
-                "rank-2 rotations compose by adding eta only when they share a and b; "
+                "Rank2Rotation.compose needs two elements with the same tensors a and b; "
                 "for different planes multiply their as_matrix()"
             )
         return Rank2Rotation(self.a, self.b, self.eta + other.eta)
@@ -142,7 +151,7 @@ class Rank2Rotation:
 
 
 def _contract(x: Tensor, pair: Tensor) -> Tensor:
-    """(..., D) with (..., D, 2) -> (..., 2); one product when the pair is shared by all tokens."""
+    """(..., D) with (..., D, 2) -> (..., 2); a single matrix product if all tokens share the pair."""
     if x.dim() > 1 and pair.shape[-3:-2] in ((), (1,)):
         return x @ pair.squeeze(-3) if pair.dim() > 2 else x @ pair
     return (x.unsqueeze(-1) * pair).sum(-2)

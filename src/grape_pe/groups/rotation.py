@@ -1,8 +1,8 @@
-"""Commuting rotations in SO(d): a torus of planes, in coordinate axes or in a learned basis.
+"""Commuting rotations in SO(D): in coordinate planes, or in the planes of a learned basis.
 
-Letters: D features, m = D // 2 planes. Planes are pairs of coordinates, either `half`
-(x[i], x[i + m]), the convention of Llama in Hugging Face, or `interleaved` (x[2i], x[2i + 1]).
-When D is odd the last coordinate is left alone. Equations: docs/math.md.
+Letters: D features, m = D // 2 planes. The layout defines the planes: "half" pairs (x[i], x[i + m]), as Llama in
+Hugging Face does; "interleaved" pairs (x[2i], x[2i + 1]). If D is odd, the last coordinate is not rotated.
+Equations: docs/math.md.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ TURN = 2 * math.pi
 
 
 def reduce_angle(angle: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bring an angle formed in float64 into [-pi, pi], and only then round it to `dtype`.
+    """Reduce an angle to [-pi, pi] in float64, then round it (Eq. M4).
 
-    At position 2^20 an angle formed in float32 is wrong by up to 0.03 rad; this one is not (Eq. M4).
+    At position 2^20 an angle computed in float32 has an error of up to 0.03 rad.
 
     Args:
-        angle: in float64.
-        dtype: of the result.
+        angle: angles of any size, in float64.
+        dtype: dtype of the vectors to rotate.
+
+    Returns:
+        The angle in [-pi, pi], in float64 for a `dtype` of float64, else in float32.
     """
     working = torch.float64 if dtype == torch.float64 else torch.float32
     return (torch.remainder(angle + math.pi, TURN) - math.pi).to(working)
 
 
 def split_planes(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The first and the second coordinate of every plane, each (..., m). Views, no copies."""
+    """The first and the second coordinates of all planes, each (..., m), as views of x."""
     m = x.shape[-1] // 2
     if layout == "half":
         return x[..., :m], x[..., m : 2 * m]
@@ -51,10 +54,9 @@ def join_planes(first: Tensor, second: Tensor, width: int, layout: Layout) -> Te
 
 
 class _RotatePlanes(torch.autograd.Function):
-    """y = R(angle) x. The derivative needs only y: dy/dangle = J y, whatever x was (Eq. M5).
+    """y = R(angle) x. Saves y instead of x, because dy/dangle = J y (Eq. M5).
 
-    Differentiable any number of times. cos and sin are constants here: what depends on the
-    angle is differentiated through `angle`.
+    Differentiable any number of times. cos and sin have no gradient: all of it goes to `angle`.
     """
 
     @staticmethod
@@ -81,7 +83,7 @@ class _RotatePlanes(torch.autograd.Function):
 
 
 class _RotatePlanesAnyMode(_RotatePlanes):
-    """Forward mode and vmap as well, which torch.compile cannot trace in a custom function."""
+    """Adds forward-mode derivatives and vmap, which torch.compile cannot trace in a custom function."""
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, angle: Tensor | None, *_: None) -> Tensor:  # type: ignore[override]
@@ -102,29 +104,29 @@ class _RotatePlanesAnyMode(_RotatePlanes):
 
 
 def rotate_planes(x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """Turn every plane of x by its angle; cos and sin are those of the angle, without a gradient."""
+    """Rotate every plane of x by its angle; cos and sin are those of the angle, without a gradient."""
     function = _RotatePlanes if torch.compiler.is_compiling() else _RotatePlanesAnyMode
     return function.apply(x, angle, cos, sin, layout)
 
 
 def batch_first(dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
-    """For rules of vmap: its axis in front, then as many axes for all, so that they broadcast as before."""
+    """Move the vmap axis to the front and pad all tensors to one number of axes, so that they still broadcast."""
     moved = [t.unsqueeze(0) if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=False)]
     most = max(t.dim() for t in moved)
     return [t.reshape(t.shape[0], *(1,) * (most - t.dim()), *t.shape[1:]) for t in moved]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """(x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos), written straight into the result (Eq. M3)."""
+    """(x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos), without temporary copies of the halves (Eq. M3)."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.shape[-1] % 2:
         out[..., -1] = x[..., -1]
     x1, x2 = split_planes(x, layout)
     y1, y2 = split_planes(out, layout)
-    if x.dtype == cos.dtype and not torch.compiler.is_compiling():  # the compiler takes no strided out=
+    if x.dtype == cos.dtype and not torch.compiler.is_compiling():  # torch.compile rejects a strided out=
         torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
         torch.mul(x1, sin, out=y2).addcmul_(x2, cos)
-    else:  # in half precision: turn in float32 and round once
+    else:  # half precision: rotate in float32 and round once
         x1, x2 = x1.to(cos.dtype), x2.to(cos.dtype)
         y1.copy_(torch.addcmul(x1 * cos, x2, sin, value=-1))
         y2.copy_(torch.addcmul(x1 * sin, x2, cos))
@@ -132,7 +134,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 def angle_tables(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin (..., D) for `turn_halves`, of angles (..., D/2) in float64; rounded last."""
+    """cos and signed sin, (..., D), for `turn_halves`: computed in float64 from angles (..., D/2), then rounded."""
     cos, sin = angle.cos(), angle.sin()
     both = torch.cat([cos, cos, -sin, sin], -1).to(dtype)
     cos, sin = both.split(2 * angle.shape[-1], -1)
@@ -140,19 +142,21 @@ def angle_tables(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the planes (x[i], x[i + D/2]) in three operations (Eq. M3); for `angle_tables`, without gradients."""
+    """Rotate the planes (x[i], x[i + D/2]) in three operations, given `angle_tables`; for inference (Eq. M3)."""
     wide = x.to(cos.dtype)
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class PlaneRotation:
-    """An element of the torus: one angle for each plane. Commutes with every other.
+    """A rotation of the coordinate planes, each by its own angle (Eq. M2). All of them commute.
+
+    Build it with `from_angle`.
 
     Args:
-        angle: (..., m).
-        cos: of the angle.
-        sin: of the angle.
+        angle: (..., m), in [-pi, pi].
+        cos: cosine of the angle, without a gradient.
+        sin: sine of the angle, without a gradient.
         layout: which coordinates form a plane, "half" or "interleaved".
     """
 
@@ -163,16 +167,17 @@ class PlaneRotation:
 
     @classmethod
     def from_angle(cls, angle: Tensor, dtype: torch.dtype, layout: Layout = "half") -> PlaneRotation:
-        """From angles in float64, any size; `dtype` is that of the vectors to be turned."""
+        """Build from angles (..., m) of any size in float64; `dtype` is that of the vectors to rotate."""
         angle = reduce_angle(angle, dtype)
         return cls(angle, angle.detach().cos(), angle.detach().sin(), layout)
 
     def apply(self, x: Tensor) -> Tensor:
+        """Rotate x, (..., D)."""
         m = x.shape[-1] // 2
         if self.angle.shape[-1] != m:
             raise ValueError(
-                f"{self.angle.shape[-1]} plane angles cannot turn vectors of width {x.shape[-1]}; "
-                f"expected {m} angles, one for each pair of coordinates"
+                f"vectors of width {x.shape[-1]} need {m} angles, one for each pair of coordinates, "
+                f"got {self.angle.shape[-1]}"
             )
         shape = torch.broadcast_shapes(x.shape[:-1], self.angle.shape[:-1])
         if shape != x.shape[:-1]:
@@ -182,8 +187,8 @@ class PlaneRotation:
     def compose(self, other: PlaneRotation) -> PlaneRotation:
         if self.layout != other.layout:
             raise ValueError(
-                f"plane rotations compose by adding angles only in one layout, got {self.layout!r} and "
-                f"{other.layout!r}; build both with the same layout, or multiply their as_matrix()"
+                f"PlaneRotation.compose needs two rotations of the same layout, got {self.layout!r} and "
+                f"{other.layout!r}; build both with one layout, or multiply their as_matrix()"
             )
         return PlaneRotation.from_angle(
             self.angle.double() + other.angle.double(), self.angle.dtype, self.layout
@@ -193,15 +198,19 @@ class PlaneRotation:
         return PlaneRotation(-self.angle, self.cos, -self.sin, self.layout)
 
     def as_matrix(self, width: int) -> Tensor:
-        """(..., D, D): the images of the coordinate vectors, as columns."""
+        """The matrix, (..., D, D), with D = `width`."""
         return _matrix(self, width)
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledRotation:
-    """Planes turned and multiplied by exp(log_scale) (..., m): an abelian group in GL(D) (Eq. M17).
+    """A rotation of the coordinate planes times exp(log_scale), for xPos (Eq. M17).
 
-    Keys move by the inverse transpose, so that the score depends on the difference of the log scales.
+    Keys use the inverse transpose, so the score depends on the difference of the log scales.
+
+    Args:
+        planes: the rotation.
+        log_scale: (..., m), one for each plane.
     """
 
     planes: PlaneRotation
@@ -213,7 +222,7 @@ class ScaledRotation:
         return (self.planes.apply(x.to(working)) * log_scale.exp().to(working)).to(x.dtype)
 
     def contragredient(self) -> ScaledRotation:
-        """The inverse transpose."""
+        """The inverse transpose, for keys."""
         return ScaledRotation(self.planes, -self.log_scale)
 
     def compose(self, other: ScaledRotation) -> ScaledRotation:
@@ -228,7 +237,12 @@ class ScaledRotation:
 
 @dataclass(frozen=True, eq=False)
 class PartialRotation:
-    """A rotation of the first `width` coordinates; the others are left alone (GPT-NeoX, Phi, GLM)."""
+    """A rotation of the first coordinates; the others do not change (GPT-NeoX, Phi, GLM).
+
+    Args:
+        planes: the rotation.
+        width: number of coordinates that rotate.
+    """
 
     planes: PlaneRotation
     width: int
@@ -241,8 +255,8 @@ class PartialRotation:
     def compose(self, other: PartialRotation) -> PartialRotation:
         if self.width != other.width:
             raise ValueError(
-                f"rotations of the first {self.width} and of the first {other.width} coordinates have no closed "
-                "composition; multiply their as_matrix()"
+                f"PartialRotation.compose needs two rotations of equally many coordinates, got {self.width} and "
+                f"{other.width}; multiply their as_matrix() instead"
             )
         return PartialRotation(self.planes.compose(other.planes), self.width)
 
@@ -255,11 +269,11 @@ class PartialRotation:
 
 @dataclass(frozen=True, eq=False)
 class BasisRotation:
-    """B R(angle) B^T with B orthogonal: the same torus in learned planes (Eq. M7).
+    """The rotation B R(angle) B^T in the planes of an orthogonal basis B (Eq. M7).
 
     Args:
-        basis: B, (..., D, D).
-        planes: R(angle).
+        basis: B, (..., D, D), orthogonal.
+        planes: R(angle), a rotation of coordinate planes.
     """
 
     basis: Tensor
@@ -273,9 +287,9 @@ class BasisRotation:
 
     @ignores_autocast
     def apply_in_basis(self, x: Tensor) -> Tensor:
-        """R B^T x: the result in the basis's own coordinates.
+        """R B^T x: the rotated vector in the coordinates of the basis.
 
-        Scores are unchanged (the outer B cancels between query and key) and one product is saved.
+        The outer B cancels in <q, k>, so the scores are the same with one matrix product less.
         """
         working = working_dtype(x.dtype)
         return self.planes.apply(x.to(working) @ self.basis.to(working)).to(x.dtype)
@@ -283,8 +297,8 @@ class BasisRotation:
     def compose(self, other: BasisRotation) -> BasisRotation:
         if self.basis is not other.basis:
             raise ValueError(
-                "rotations in different bases do not commute and have no closed composition; "
-                "compose elements that share one basis tensor, or multiply their as_matrix()"
+                "BasisRotation.compose needs two rotations with the same basis tensor; "
+                "for different bases multiply their as_matrix()"
             )
         return BasisRotation(self.basis, self.planes.compose(other.planes))  # type: ignore[arg-type]
 
@@ -296,7 +310,7 @@ class BasisRotation:
 
 
 def _matrix(element: Any, width: int) -> Tensor:
-    """Apply an element to the identity. The token axis of the element is its last batch axis."""
+    """The matrix of an element: its action on each coordinate vector, as columns."""
     planes = element
     while not isinstance(planes, PlaneRotation):
         planes = planes.planes
@@ -307,13 +321,16 @@ def _matrix(element: Any, width: int) -> Tensor:
 
 
 def matrix_exp(generator: Tensor) -> Tensor:
-    """exp of (..., D, D), accurate also for a lone matrix.
+    """The matrix exponential, as `torch.linalg.matrix_exp` without two of its bugs.
 
-    torch has a wrong coefficient on the path that only a batch of one takes (pytorch#196592): 2e-10 off
-    in float64, 2e-5 in float32. A batch of two takes another. It also fails on some strides.
+    For a batch of one matrix torch uses a wrong coefficient (pytorch#196592), with an error of 2e-10 in float64 and
+    2e-5 in float32; a batch of two is right. It also fails for some strides.
 
     Args:
         generator: (..., D, D).
+
+    Returns:
+        exp(generator), (..., D, D).
     """
     generator = generator.contiguous()
     if generator.shape[:-2].numel() != 1:
@@ -322,19 +339,22 @@ def matrix_exp(generator: Tensor) -> Tensor:
 
 
 def orthogonal_from(weight: Tensor) -> Tensor:
-    """exp(W - W^T) in SO(D) for any square W: orthogonal whatever an optimizer does to W (Eq. M8).
+    """The rotation exp(W - W^T) of any square matrix W, computed in float64 (Eq. M8).
 
-    Zero gives the identity, so a model starts as plain RoPE. Formed in float64.
+    W = 0 gives the identity, so a model starts as plain RoPE.
 
     Args:
         weight: W, (..., D, D).
+
+    Returns:
+        An orthogonal matrix, (..., D, D), in float64.
     """
     exact = weight.to(exact_dtype(weight.device))
     return matrix_exp(exact - exact.transpose(-1, -2))
 
 
 def cayley_from(weight: Tensor) -> Tensor:
-    """(I - S)(I + S)^-1 with S = W - W^T: orthogonal for any square W, without an eigenvalue -1 (Eq. M15)."""
+    """The Cayley transform (I - S)(I + S)^-1 of S = W - W^T: orthogonal, without the eigenvalue -1 (Eq. M15)."""
     exact = weight.to(exact_dtype(weight.device))
     skew = exact - exact.transpose(-1, -2)
     eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
@@ -342,7 +362,7 @@ def cayley_from(weight: Tensor) -> Tensor:
 
 
 def fourier_basis(width: int, layout: Layout, device: torch.device) -> Tensor:
-    """(D, D): planes (cos, sin) of the discrete Fourier modes 1, 2, …, then the modes that are alone (Eq. M16)."""
+    """The real discrete Fourier basis, (D, D): (cos, sin) planes of modes 1, 2, …, then the unpaired ones (Eq. M16)."""
     n = torch.arange(width, device=device, dtype=exact_dtype(device)).unsqueeze(-1)
     angle = n * torch.arange(1, (width + 1) // 2, device=device, dtype=n.dtype) * (TURN / width)
     planes = join_planes(angle.cos(), angle.sin(), 2 * angle.shape[-1], layout) * math.sqrt(2)
@@ -351,21 +371,23 @@ def fourier_basis(width: int, layout: Layout, device: torch.device) -> Tensor:
 
 
 def unitary_from(weight: Tensor, layout: Layout = "half") -> Tensor:
-    """A basis whose planes are (a_i, J a_i): a unitary m x m matrix, written as a real D x D one.
+    """A basis of planes (a_i, J a_i): a unitary m x m matrix as a real D x D one (Eq. M9).
 
-    Orthogonality of the a_i alone would not do: they must also be orthogonal to every J a_j, which is what
-    unitary means (Eq. M9).
+    Orthogonal a_i are not enough: each must also be orthogonal to every J a_j, which a unitary matrix ensures.
 
     Args:
-        weight: (..., 2, m, m): its skew part is the real, its symmetric part the imaginary piece of a
-            skew-Hermitian matrix.
-        layout: which coordinates form a plane.
+        weight: (..., 2, m, m), any numbers. The skew part of the first matrix and the symmetric part of the second
+            are the real and the imaginary part of a skew-Hermitian matrix.
+        layout: which coordinates form a plane, "half" or "interleaved".
+
+    Returns:
+        An orthogonal matrix, (..., D, D), in float64.
     """
     exact = weight.to(exact_dtype(weight.device))
     real, imag = exact.unbind(-3)
     real = real - real.transpose(-1, -2)
     imag = imag + imag.transpose(-1, -2)
-    # The algebra u(m) sits in so(2m) as [[X, -Y], [Y, X]]; exp keeps that form.
+    # X + iY as the real matrix [[X, -Y], [Y, X]]; exp keeps this form.
     algebra = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
     basis = matrix_exp(algebra)
     if layout == "half":
@@ -377,10 +399,10 @@ def unitary_from(weight: Tensor, layout: Layout = "half") -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DenseRotation:
-    """A rotation given as its matrix: LieRE. A slow baseline.
+    """A rotation given by its matrix, for LieRE. Slower than the closed forms.
 
     Args:
-        matrix: (..., D, D).
+        matrix: (..., D, D), orthogonal.
     """
 
     matrix: Tensor

@@ -1,7 +1,6 @@
-"""Closed-form spectra of every action here, and of PaTH's factors for comparison.
+"""Closed-form eigenvalues and singular values of the group elements, and of PaTH's factors for comparison.
 
-Each function returns a `Spectrum`: eigenvalues and singular values of one D x D matrix (batched in
-front), from which determinant, condition number and spectral radius follow (Eq. S1-S7 of docs/math.md).
+Each function returns a `Spectrum` of a (..., D, D) matrix (Eq. S1-S7 of docs/math.md).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Eigenvalues and singular values of a matrix.
+    """Eigenvalues and singular values of a matrix, and what follows from them.
 
     Args:
         eigenvalues: (..., D), complex.
@@ -26,19 +25,22 @@ class Spectrum:
 
     @property
     def determinant(self) -> Tensor:
+        """The determinant, (...)."""
         return self.eigenvalues.prod(-1).real
 
     @property
     def condition(self) -> Tensor:
+        """The condition number: largest over smallest singular value, (...)."""
         return self.singular_values[..., 0] / self.singular_values[..., -1]
 
     @property
     def radius(self) -> Tensor:
+        """The spectral radius: the largest absolute eigenvalue, (...)."""
         return self.eigenvalues.abs().amax(-1)
 
 
 def of_planes(angle: Tensor, width: int) -> Spectrum:
-    """A rotation by angle_i in plane i (canonical or learned basis): e^(+-i angle), rest 1 (Eq. S2).
+    """The spectrum of a rotation by angle_i in plane i, in any basis: e^(+-i angle), and ones (Eq. S2).
 
     Args:
         angle: (..., m).
@@ -51,7 +53,7 @@ def of_planes(angle: Tensor, width: int) -> Spectrum:
 
 
 def of_rank2(a: Tensor, b: Tensor, eta: Tensor) -> Spectrum:
-    """exp(eta L(a, b)): e^(+-i eta s) and ones, s the area spanned by a and b (Eq. S1).
+    """The spectrum of exp(eta L(a, b)): e^(+-i eta s) and ones, with s the area spanned by a and b (Eq. S1).
 
     Args:
         a: (..., D).
@@ -62,7 +64,7 @@ def of_rank2(a: Tensor, b: Tensor, eta: Tensor) -> Spectrum:
 
 
 def area(a: Tensor, b: Tensor) -> Tensor:
-    """s = |a| |b| sin(angle between) = sqrt(|a|^2 |b|^2 - <a, b>^2)."""
+    """The area spanned by a and b: sqrt(|a|^2 |b|^2 - <a, b>^2)."""
     alpha = a.square().sum(-1)
     inner = (a * b).sum(-1)
     safe = torch.where(alpha > 0, alpha, 1.0)
@@ -71,7 +73,7 @@ def area(a: Tensor, b: Tensor) -> Tensor:
 
 
 def of_mixture(skew: Tensor, n: Tensor, width: int) -> Spectrum:
-    """exp(n E L_r E^T): the modes of L_r, and ones for the rest of the space (Eq. S3).
+    """The spectrum of exp(n E L_r E^T): that of exp(n L_r), and ones (Eq. S3).
 
     Args:
         skew: L_r, (..., r, r).
@@ -90,6 +92,9 @@ def singular_pair(s: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         s: any shape.
+
+    Returns:
+        The larger and the smaller one, each of the shape of s.
     """
     half = s.abs() / 2
     larger = half + torch.sqrt(1 + half.square())
@@ -97,9 +102,9 @@ def singular_pair(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_nilpotent(generator: Tensor, s: Tensor) -> Spectrum:
-    """I + s A for any A with A^2 = 0: every singular value of A gives one pair (Eq. S5).
+    """The spectrum of I + s A for any A with A^2 = 0: each singular value of A gives a pair (Eq. S5).
 
-    Covers the shift and slope lifts, dictionaries, path products and (with a rotation) the joint action.
+    For the shift and slope lifts, dictionaries and path products; `of_joint` adds a rotation.
 
     Args:
         generator: A, (..., D, D).
@@ -116,7 +121,7 @@ def of_nilpotent(generator: Tensor, s: Tensor) -> Spectrum:
 
 
 def of_slope(s: Tensor, width: int) -> Spectrum:
-    """I + s e_{D+2} e_{D+1}^T in GL(D + 2): ALiBi, FoX (s = -b), GRAPE-A and GRAPE-AP (Eq. S4).
+    """The spectrum of I + s e_{D+2} e_{D+1}^T: ALiBi, FoX (s = -b), GRAPE-A and GRAPE-AP (Eq. S4).
 
     Args:
         s: any shape.
@@ -129,11 +134,11 @@ def of_slope(s: Tensor, width: int) -> Spectrum:
 
 
 def of_joint(rotation: Spectrum, unipotent: Spectrum) -> Spectrum:
-    """The direct sum of a rotation on D coordinates and a slope on the two lifted ones (Eq. S6).
+    """The spectrum of a block-diagonal matrix of a rotation and a slope (Eq. S6).
 
     Args:
-        rotation: spectrum of the rotation.
-        unipotent: spectrum of the slope on its two coordinates.
+        rotation: spectrum of the rotation, on D coordinates.
+        unipotent: spectrum of the slope, on the two lifted coordinates.
     """
     eigenvalues = torch.cat([rotation.eigenvalues, unipotent.eigenvalues], -1)
     values = torch.cat([rotation.singular_values, unipotent.singular_values], -1)
@@ -141,7 +146,7 @@ def of_joint(rotation: Spectrum, unipotent: Spectrum) -> Spectrum:
 
 
 def of_householder(beta: Tensor, width: int) -> Spectrum:
-    """PaTH's factor I - beta w w^T with |w| = 1: not a rotation unless beta is 0 or 2 (Eq. S7).
+    """The spectrum of PaTH's factor I - beta w w^T with |w| = 1; orthogonal only if beta is 0 or 2 (Eq. S7).
 
     Args:
         beta: any shape.
@@ -151,22 +156,23 @@ def of_householder(beta: Tensor, width: int) -> Spectrum:
 
 
 def of_aligned_path(beta: Tensor, width: int) -> Spectrum:
-    """A PaTH product whose directions agree: contraction by prod(1 - beta) along w. beta: (..., L).
+    """The spectrum of a product of PaTH factors with one direction w: it multiplies w by prod(1 - beta).
 
     Args:
-        beta: (..., L).
+        beta: (..., L), one for each factor.
         width: D.
     """
     return _one_direction((1 - beta).prod(-1), width)
 
 
 def path_bounds(beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(determinant, lower bound of the smallest, upper bound of the largest singular value).
-
-    For a PaTH product of factors with any directions; beta (..., L) in [0, 2] (Eq. S7).
+    """Bounds for a product of PaTH factors with any directions (Eq. S7).
 
     Args:
-        beta: (..., L) in [0, 2].
+        beta: (..., L) in [0, 2], one for each factor.
+
+    Returns:
+        The determinant, a lower bound of the smallest and an upper bound of the largest singular value, each (...).
     """
     factor = 1 - beta
     smallest = factor.abs().clamp(max=1).prod(-1)

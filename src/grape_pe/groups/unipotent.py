@@ -1,14 +1,13 @@
-"""Additive logits as group actions: unipotent matrices I + s A with A^2 = 0, in GL(D + k).
+"""Additive logits as group actions: unipotent matrices G(s) = I + s A with A^2 = 0, in GL(D + k).
 
-A = sum_r p_r q_r^T is kept as its two factors and never multiplied out. A query is moved by G(i), a
-key by the inverse transpose of G(j): what distorts cancels and a bias linear in the offset remains
-(Eq. A1-A9 of docs/math.md).
+A = sum_r p_r q_r^T is stored as its factors. Queries are multiplied by G(i) and keys by the inverse transpose of
+G(j), which adds a bias linear in j - i to the score (Eq. A1-A9 of docs/math.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Unipotent:
-    """exp(s A) = I + s A, with A = sum_r p_r q_r^T of rank R (Eq. A1).
+    """The matrix exp(s A) = I + s A, with A = sum_r p_r q_r^T (Eq. A1).
 
     Args:
         p: (..., R, D).
-        q: (..., R, D).
+        q: (..., R, D), with every <q_r, p_s> = 0.
         s: (...).
     """
 
@@ -29,14 +28,15 @@ class Unipotent:
     s: Tensor
 
     def apply(self, x: Tensor) -> Tensor:
+        """Multiply x, (..., D), by the matrix."""
         inner = torch.einsum("...rd,...d->...r", self.q, x)
         return x + self.s.unsqueeze(-1) * torch.einsum("...rd,...r->...d", self.p, inner)
 
     def compose(self, other: Unipotent) -> Unipotent:
         if self.p is not other.p or self.q is not other.q:
             raise ValueError(
-                "unipotents compose by adding s only when they share one generator; "
-                "put generators that annihilate each other into one dictionary (check_dictionary)"
+                "Unipotent.compose needs two elements with the same tensors p and q; put generators with "
+                "A_r A_s = 0 into one dictionary (check_dictionary)"
             )
         return Unipotent(self.p, self.q, self.s + other.s)
 
@@ -44,10 +44,11 @@ class Unipotent:
         return Unipotent(self.p, self.q, -self.s)
 
     def contragredient(self) -> Unipotent:
-        """The inverse transpose, (I + s A)^-T = I - s A^T: how keys move (Eq. A2)."""
+        """The inverse transpose (I + s A)^-T = I - s A^T, for keys (Eq. A2)."""
         return Unipotent(self.q, self.p, -self.s)
 
     def generator(self) -> Tensor:
+        """The matrix A, (..., D, D)."""
         return self.p.transpose(-1, -2) @ self.q
 
     def as_matrix(self, width: int | None = None) -> Tensor:
@@ -57,12 +58,15 @@ class Unipotent:
 
 
 def check_dictionary(p: Tensor, q: Tensor, tolerance: float = 1e-6) -> None:
-    """Raise unless A_r A_s = 0 for all atoms A_r = p_r q_r^T, that is <q_r, p_s> = 0 (Eq. A6).
+    """Check that A_r A_s = 0 for all atoms A_r = p_r q_r^T, which is <q_r, p_s> = 0 (Eq. A6).
 
     Args:
         p: (..., R, D).
         q: (..., R, D).
-        tolerance: largest product that counts as zero.
+        tolerance: largest |<q_r, p_s>| accepted, relative to the largest norms of p and q.
+
+    Raises:
+        ValueError: if a product is larger than the tolerance, or not a number.
     """
     scale = p.norm(dim=-1).max() * q.norm(dim=-1).max()
     products = (q @ p.transpose(-1, -2)).abs()
@@ -70,16 +74,19 @@ def check_dictionary(p: Tensor, q: Tensor, tolerance: float = 1e-6) -> None:
     if not worst <= tolerance * scale.clamp_min(1e-30):  # so that NaN is refused too
         r, s = divmod(int(products.flatten().argmax()) % (p.shape[-2] ** 2), p.shape[-2])
         raise ValueError(
-            f"a dictionary needs A_r A_s = 0 for all atoms, but <q_{r}, p_{s}> = {worst.item():.3g}; "
-            "the sum would not be nilpotent. Give the p's and the q's disjoint coordinates"
+            f"a dictionary must be nilpotent: A_r A_s = 0 for all atoms, got <q_{r}, p_{s}> = {worst.item():.3g}; "
+            "give p and q disjoint coordinates"
         )
 
 
 def shift_generator(u: Tensor) -> tuple[Tensor, Tensor]:
-    """The (D + 1) lift: A = [[0, u], [0, 0]], a translation by u of [x; 1] (Eq. A3).
+    """The generator A = [[0, u], [0, 0]] of the (D + 1) lift, which translates [x; 1] by u (Eq. A3).
 
     Args:
         u: (..., D).
+
+    Returns:
+        The factors p and q of A, each (..., 1, D + 1).
     """
     p = torch.cat([u, u.new_zeros(*u.shape[:-1], 1)], -1)
     q = torch.zeros_like(p)
@@ -88,22 +95,25 @@ def shift_generator(u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def slope_generator(width: int, rate: Tensor, atoms: int = 1) -> tuple[Tensor, Tensor]:
-    """The (D + 2R) lift: A = -sum_r rate_r e_{D+R+r} e_{D+r}^T (Eq. A4). `rate` is (..., R).
+    """The generator A = -sum_r rate_r e_{D+R+r} e_{D+r}^T of the (D + 2R) lift (Eq. A4).
 
     Args:
         width: D.
-        rate: (..., R).
+        rate: (..., R) or (..., 1), non-negative.
         atoms: R.
+
+    Returns:
+        The factors p and q of A, each (..., R, D + 2R).
     """
     if rate.dim() and rate.shape[-1] not in (1, atoms):
         raise ValueError(
-            f"the last axis of rate runs over atoms: expected {atoms} (or 1 for all), got {rate.shape[-1]}; "
-            "a rate for each token is (T, 1)"
+            f"the last axis of rate is that of the atoms: expected {atoms} (or 1 for all), got {rate.shape[-1]}; "
+            "give the rates of tokens the shape (T, 1)"
         )
     if not bool((rate >= 0).all()):
         raise ValueError(
-            f"rates must be >= 0 for a penalty that grows with distance, got {rate.min().item():.3g}; "
-            "pass its absolute value, or use the signed (D + 1) lift of shift_generator"
+            f"rate must be >= 0, so that the penalty grows with distance, got {rate.min().item():.3g}; "
+            "pass its absolute value, or use shift_generator, which allows both signs"
         )
     eye = torch.eye(width + 2 * atoms, dtype=rate.dtype, device=rate.device)
     p = -rate.unsqueeze(-1) * eye[width + atoms :]
@@ -111,59 +121,56 @@ def slope_generator(width: int, rate: Tensor, atoms: int = 1) -> tuple[Tensor, T
 
 
 def lift_query(q: Tensor, atoms: int = 1) -> Tensor:
-    """[q; 1; 0] (R ones, then R zeros).
+    """Append R ones and R zeros to a query: [q; 1; 0] (Eq. A4).
 
     Args:
         q: (..., D).
         atoms: R.
+
+    Returns:
+        (..., D + 2R).
     """
     ones = q.new_ones(*q.shape[:-1], atoms)
     return torch.cat([q, ones, torch.zeros_like(ones)], -1)
 
 
 def lift_key(k: Tensor, atoms: int = 1) -> Tensor:
-    """[k; 0; 1] (R zeros, then R ones): no constant is added to the plain score.
+    """Append R zeros and R ones to a key: [k; 0; 1], which leaves <q, k> as it is (Eq. A4).
 
     Args:
         k: (..., D).
         atoms: R.
+
+    Returns:
+        (..., D + 2R).
     """
     ones = k.new_ones(*k.shape[:-1], atoms)
     return torch.cat([k, torch.zeros_like(ones), ones], -1)
 
 
 def path_product(width: int, psi: Tensor) -> Unipotent:
-    """prod_l (I - psi_l E) = I - (sum_l psi_l) E with E = e_{D+2} e_{D+1}^T (Eq. A8). psi: (..., L).
+    """The product of I - psi_l E over l, with E = e_{D+2} e_{D+1}^T: I - (sum_l psi_l) E (Eq. A8).
 
     Args:
         width: D.
         psi: (..., L).
+
+    Returns:
+        The product, in GL(D + 2).
     """
     p, q = slope_generator(width, psi.new_ones(1))
     return Unipotent(p, q, psi.sum(-1))
 
 
-class Element(Protocol):
-    """What `Joint` asks of a rotation."""
-
-    def apply(self, x: Tensor) -> Tensor: ...
-
-    def inverse(self) -> Any: ...
-
-    def compose(self, other: Any) -> Any: ...
-
-    def as_matrix(self, width: int) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """Rotation and bias as one action: blockdiag(exp(m L), I - m w Lambda e e^T) in GL(D + 2) (Eq. A9).
+    """Rotation and bias in one matrix of GL(D + 2): blockdiag(exp(m L), I - m w Lambda e e^T) (Eq. A9).
 
-    The nilpotent sits in the *lower left*; in the upper right it would score zero.
+    The nilpotent part is in the *lower left*; in the upper right it would add nothing to the score.
 
     Args:
-        rotation: acts on the first coordinates.
-        unipotent: acts on all coordinates and changes the lifted ones only.
+        rotation: a rotation of the first D coordinates, such as a `PlaneRotation`.
+        unipotent: an element on all D + 2 coordinates that changes only the last two.
         width: D, the number of coordinates that rotate.
     """
 
@@ -184,7 +191,7 @@ class Joint:
         return Joint(self.rotation.inverse(), self.unipotent.inverse(), self.width)
 
     def contragredient(self) -> Joint:
-        """The inverse transpose: a rotation is its own, a unipotent is not."""
+        """The inverse transpose, for keys; it changes only the unipotent part."""
         return Joint(self.rotation, self.unipotent.contragredient(), self.width)
 
     def as_matrix(self, width: int | None = None) -> Tensor:
@@ -197,12 +204,15 @@ class Joint:
 
 
 def score(g_query: Unipotent | Joint, q: Tensor, g_key: Unipotent | Joint, k: Tensor) -> Tensor:
-    """<G_i q, G_j^-T k> for lifted q and k: depends on j - i alone (Eq. A2).
+    """The score <G_i q, G_j^-T k> of lifted q and k, which depends on positions by j - i only (Eq. A2).
 
     Args:
         g_query: G_i.
-        q: a lifted query.
+        q: a lifted query, (..., D + k).
         g_key: G_j.
-        k: a lifted key.
+        k: a lifted key, (..., D + k).
+
+    Returns:
+        The score, (...).
     """
     return (g_query.apply(q) * g_key.contragredient().apply(k)).sum(-1)

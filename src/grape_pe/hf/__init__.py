@@ -1,6 +1,6 @@
-"""Hugging Face: the decoder as a `transformers` model, adapting pretrained models, exporting to stock ones.
+"""Hugging Face: the decoder as a `transformers` model, `adapt` for pretrained models, `export` to stock models.
 
-Importing this registers the model, so that `AutoModelForCausalLM` can load it.
+Importing this module registers the models, so that `AutoModelForCausalLM` can load them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Adapted models: stock models whose attention uses an encoding of this package. One set of classes a family.
+"""Adapted models: stock models whose attention uses an encoding of this package, with classes for each family.
 
-They are transformers models like any other: `save_pretrained`, `from_pretrained`, `Trainer` and PEFT keep the
-encoding.
+`save_pretrained`, `from_pretrained`, `Trainer` and PEFT work as for other transformers models and keep the encoding.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .pretrained import GrapePretrained, full_precision_names, reset_missing
 
 
 class AdaptedModel(GrapePretrained):
-    """What all adapted models share: how parameters start, and which attention runs."""
+    """Base class of adapted models: initialization of parameters, and the attention implementation."""
 
     config: Any
 
@@ -43,17 +42,17 @@ class AdaptedModel(GrapePretrained):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
-        return attn_implementation or IMPLEMENTATION  # another name is refused by the configuration
+        return attn_implementation or IMPLEMENTATION  # the configuration raises an error for other names
 
 
 class AdaptedBase(AdaptedModel):
-    """A stock model without head whose layers have our attention."""
+    """A stock model without head, whose layers are `Adapted`."""
 
     attention: ClassVar[type[Adapted]]
-    mask: ClassVar[Any]  # for the stock model, which would make one of T x T
-    encoding: Encoding | None  # one for all layers
+    mask: ClassVar[Any]  # passed to the stock model, so that it does not make a T x T mask
+    encoding: Encoding | None  # the encoding that all layers share, if they do
     preparation: Preparation
-    ropes: list[Any]  # of each layer, a `Rope` or None
+    ropes: list[Any]  # the `Rope` of each layer, or None
     layers: nn.ModuleList
 
     def __init__(self, config: Any) -> None:
@@ -63,9 +62,11 @@ class AdaptedBase(AdaptedModel):
         self.post_init()
 
     def attention_of(self, layer: int) -> Any:
+        """The attention module of a layer."""
         return getattr(self.layers[layer], self.config.family.attention)
 
     def encoding_of(self, layer: int) -> Encoding:
+        """The encoding of a layer, its own or the shared one."""
         return self.attention_of(layer).encoding if self.encoding is None else self.encoding  # type: ignore[no-any-return]
 
     def forward(
@@ -78,10 +79,10 @@ class AdaptedBase(AdaptedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The stock model; its layers get a layout, made once, in the place of a mask."""
+        """The forward of the stock model, whose layers get a layout instead of a mask."""
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+            raise ValueError("give exactly one of input_ids and inputs_embeds, got neither")
         cache = cache_for(self, past_key_values, use_cache)
         layers = None if cache is None else layers_of(cache, len(self.layers), self.encoding_of(0))
         layout = make_layout(tokens, attention_mask, position_ids, layers)
@@ -102,7 +103,7 @@ class AdaptedBase(AdaptedModel):
 
 
 class AdaptedForCausalLM(AdaptedModel):
-    """A stock language model on an adapted base."""
+    """A stock language model whose base model is an `AdaptedBase`."""
 
     base: ClassVar[type[AdaptedBase]]
 
@@ -117,36 +118,35 @@ class AdaptedForCausalLM(AdaptedModel):
 
 
 class NoRotary(nn.Module):
-    """In the place of the stock model's rotary embedding, which adapted layers do not read."""
+    """Replaces the stock model's rotary embedding, which adapted layers do not use."""
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
 class Rope(NamedTuple):
-    """RoPE of one layer: exact float32 frequencies, the base, YaRN's factor of the queries and keys it turns, and
-    whether it turns all features of a head."""
+    """The RoPE of a stock layer."""
 
-    spectrum: tuple[float, ...]
+    spectrum: tuple[float, ...]  # exact float32 frequencies
     base: float
-    factor: float
-    whole: bool
+    factor: float  # YaRN's factor of rotated queries, and of rotated keys
+    whole: bool  # whether all features of a head are rotated
 
     @property
     def scale(self) -> float:
-        """YaRN's factor of all logits."""
+        """YaRN's factor of the logits, if all features are rotated; else 1."""
         return self.factor**2 if self.whole else 1.0
 
     @property
     def query_factor(self) -> float:
-        """YaRN's factor where it is not one of all logits, for the encoding."""
+        """YaRN's factor of the rotated features of queries, if only some features are rotated; else 1."""
         return 1.0 if self.whole else self.factor**2
 
 
 def ropes(model: Any, config: AdaptedFields) -> list[Rope | None]:
-    """RoPE of each layer as `rope_parameters` define it; None where a layer has none.
+    """The RoPE of each layer, computed from `rope_parameters`; None for a layer without RoPE.
 
-    The buffers of the model's own rotary embedding may be on meta, or cast to bfloat16.
+    Not read from the model's rotary embedding, whose buffers may be on the meta device or in bfloat16.
     """
     stock: Any = config.to_stock()
     nested = config.nested_rope_parameter_keys(stock.rope_parameters)
@@ -172,14 +172,14 @@ def _rope(rotary: Any, stock: Any, layer_type: str | None, head_dim: int) -> Rop
 
 
 def build_encodings(model: Any, config: Any) -> list[Encoding]:
-    """One encoding for each layer, or one for all, starting as the RoPE of `model`, which is still stock."""
+    """Build the encoding of each layer, or the shared one, equal to the RoPE of the stock `model` at first."""
     every = ropes(model, config)
     found = every
     if config.shared_encoding:
         if len(set(found)) > 1:
             raise ValueError(
-                f"shared=True: the layers of this {config.family.name} model differ in their RoPE, so they cannot "
-                "share one encoding; leave shared out"
+                f"shared=True needs layers with equal RoPE, but those of this {config.family.name} model differ; "
+                "leave shared out"
             )
         found = found[:1]
     heads = config.num_attention_heads
@@ -209,7 +209,7 @@ def _encoding(config: Any, sizes: dict[str, int], rope: Rope | None, rotating: R
 
 
 def install(model: Any, encodings: list[Encoding]) -> None:
-    """Give the layers of `model`, already of its adapted class, our attention and the encodings."""
+    """Give the layers of `model`, which has its adapted class, the class `Adapted` and the encodings."""
     config = model.config
     model.ropes = ropes(model, config)
     set_encodings(model, encodings)
@@ -219,12 +219,12 @@ def install(model: Any, encodings: list[Encoding]) -> None:
         attention.scale = attention.scaling * (1.0 if rope is None else rope.scale)
         attention.window = config.window_of(i)
     model.rotary_emb = NoRotary()
-    # transformers finds in it what output_hidden_states and output_attentions record
+    # transformers looks up here what output_hidden_states and output_attentions record
     _CAN_RECORD_REGISTRY[str(type(model))] = model._can_record_outputs
 
 
 def set_encodings(model: Any, encodings: list[Encoding]) -> None:
-    """One for each layer, or one for all."""
+    """Set the encoding of each layer, or the shared one."""
     shared = model.config.shared_encoding
     model.preparation = Preparation(encodings)
     model.encoding = encodings[0] if shared else None
@@ -234,7 +234,7 @@ def set_encodings(model: Any, encodings: list[Encoding]) -> None:
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Set the class of a live module; hooks of accelerate, which keep the old `forward`, are put on again."""
+    """Set the class of a module. Hooks of accelerate, which hold the old `forward`, are removed and added again."""
     hook = module.__dict__.get("_hf_hook")
     if hook is None:
         module.__class__ = cls
@@ -242,18 +242,18 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
     remove_hook_from_module(module)
-    module.__dict__.pop("forward")  # that of the old class, which accelerate leaves
+    module.__dict__.pop("forward")  # of the old class; accelerate does not remove it
     module.__class__ = cls
     add_hook_to_module(module, hook)
 
 
 def _attention_class(family: Family) -> type[nn.Module]:
-    """The stock attention of a family's layers, found where its model records attention weights."""
+    """The class of a family's stock attention, which its model names for recording attention weights."""
     return family.base._can_record_outputs["attentions"]  # type: ignore[index,no-any-return,return-value]
 
 
 def _classes(family: Family) -> tuple[type[PreTrainedConfig], type[AdaptedBase], type[AdaptedForCausalLM]]:
-    """Configuration, model and language model of a family, by the names Grape…Config, Grape…Model, …"""
+    """Create configuration, model and language model of a family: Grape…Config, Grape…Model, Grape…ForCausalLM."""
     config: Any = config_class(family)
     common = {"config_class": config, "__module__": __name__}
 

@@ -1,4 +1,4 @@
-"""Attention of adapted models: any encoding in the place of RoPE, on the stock projections."""
+"""The attention of adapted models: stock projections, with any encoding instead of RoPE."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..cache import Layout, StreamingCache
 from ..encodings import Encoding
-from ..layers.attention import dense_weights, see
+from ..layers.attention import attention_inputs, dense_weights
 from .adapted_config import IMPLEMENTATION
 from .families import Family
 
 
 class Adapted(nn.Module):
-    """Attention of an adapted model: stock projections, our encoding, cache and softmax."""
+    """The attention of an adapted model: stock projections; encoding, cache and `attend` of this package."""
 
-    encoding: Encoding | None  # None where the model has one for all layers, and passes it
+    encoding: Encoding | None  # None if the model has one for all layers
     scale: float
     window: int | None
     config: Any
@@ -32,7 +32,7 @@ class Adapted(nn.Module):
         shared_encoding: Encoding | None = None,
         cache_layers: Sequence[Any] | None = None,
         output_attentions: bool = False,
-        **kwargs: Any,  # the stock model's own mask, cache, positions and rotary embeddings
+        **kwargs: Any,  # unused: the stock model's mask, cache, positions and rotary embeddings
     ) -> tuple[Tensor, Tensor | None]:
         x, encoding = layout.pack(hidden_states), shared_encoding if self.encoding is None else self.encoding
         assert encoding is not None
@@ -43,7 +43,7 @@ class Adapted(nn.Module):
         family: Family = self.config.family
         masks: dict[str, Any] = {} if self.window is None else {"window": self.window}
         q, k, v = family.project(self, x)
-        inputs = see(q, k, v, x, layout, encoding, cache, **masks)
+        inputs = attention_inputs(q, k, v, x, layout, encoding, cache, **masks)
         y = getattr(self, family.output)(inputs.attend(scale=self.scale).transpose(1, 2).flatten(2))
         dense = dense_weights(inputs, layout, cache, scale=self.scale) if output_attentions else None
         return layout.unpack(y), dense
@@ -55,8 +55,8 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 def _unreachable(module: nn.Module, *_: Any, **__: Any) -> Any:
     raise TypeError(
-        f"attn_implementation={IMPLEMENTATION!r} belongs to models changed by grape_pe.hf.adapt, "
-        f"and {type(module).__name__} is not; load the model with AutoModelForCausalLM after import grape_pe, "
+        f"attn_implementation={IMPLEMENTATION!r} is for models changed by grape_pe.hf.adapt, got a "
+        f"{type(module).__name__}; load the model with AutoModelForCausalLM after import grape_pe.hf, "
         "or, for a stock model, use attn_implementation='sdpa'"
     )
 

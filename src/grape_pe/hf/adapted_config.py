@@ -1,7 +1,6 @@
-"""Configurations of adapted models: those of the stock families with an encoding added.
+"""Configurations of adapted models: stock configurations with fields for the encoding.
 
-Each has a model type of its own, so that tools which do not know it refuse the model instead of running it
-without its encoding.
+Each has its own model type, so that other tools raise an error instead of running the model without its encoding.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from ..encodings.scaling import read_scaling, spelled_out
 from .config import LAYER_TYPE, check_options
 from .families import Family
 
-#: the name of our attention for transformers
+#: attn_implementation of adapted models
 IMPLEMENTATION = "grape"
-#: rotations that can start as the model's own RoPE
+#: rotations that can start equal to the model's RoPE
 ROTATIONS = ("rope", "grape-m", "grape-m-basis")
-#: kinds of rope_parameters with one fixed spectrum
+#: types of rope_parameters with fixed frequencies
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-#: options of encodings that follow from the model's own RoPE
+#: options of encodings that are set by the model's RoPE
 FIXED = ("spectrum", "base", "layout", "rotary_dim", "rotary_heads", "coords", "axes", "sections")
-#: types of layers whose attention we have
+#: types of layers that can be adapted
 STOCK_LAYERS = ("full_attention", "sliding_attention")
-#: fields that describe the saved model, not the architecture
+#: fields of a configuration that are not copied
 IDENTITY = ("model_type", "architectures", "auto_map", "layer_types", "transformers_version", "_name_or_path")
 
 
@@ -37,8 +36,14 @@ IDENTITY = ("model_type", "architectures", "auto_map", "layer_types", "transform
 class AdaptedFields:
     """The fields that `adapt` adds to a configuration.
 
-    `rollback` is how many tokens caches can remove; `rotation` the strength that `RotationFade` has left of the
-    rotation, 1 at first; `stock_layer_types` are the family's own `layer_types`, None if it has none.
+    Args:
+        encoding: name of the encoding.
+        encoding_options: options of the encoding.
+        shared_encoding: whether all layers share one encoding.
+        rollback: number of tokens that caches can remove.
+        rotation: strength of the rotation, 1 unless `RotationFade` reduced it.
+        stock_layer_types: `layer_types` of the stock configuration; None if it has none.
+        layer_types: set by the class.
     """
 
     family: ClassVar[Family]
@@ -66,7 +71,7 @@ class AdaptedFields:
 
     @contextmanager
     def as_stock(self) -> Iterator[None]:
-        """While the stock model is built, which looks at the types of its layers."""
+        """A context in which `layer_types` are those of the stock model, to build it."""
         self.layer_types = self.stock_layer_types
         try:
             yield
@@ -74,7 +79,7 @@ class AdaptedFields:
             self.layer_types = self._own_types()
 
     def nested_rope_parameter_keys(self, rope_parameters: Mapping[str, Any]) -> list[str]:
-        """transformers' test whether each type of layer has `rope_parameters` of its own."""
+        """The types of layers that have their own `rope_parameters`; called by transformers."""
         return [key for key in rope_parameters if key in (self.stock_layer_types or self.layer_types or ())]
 
     def has(self, name: str) -> bool:
@@ -82,49 +87,52 @@ class AdaptedFields:
         return name in type(self).__dataclass_fields__
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding window of a layer."""
+        """The sliding window of a layer, or None."""
         types = self.stock_layer_types
         slides = types is None or types[layer] == "sliding_attention"
         return self.sliding_window if slides and self.has("sliding_window") else None  # type: ignore
 
     def rotates(self, layer: int) -> bool:
-        """False in the NoPE layers of SmolLM3."""
+        """Whether a layer has RoPE; False for some layers of SmolLM3."""
         return not self.has("no_rope_layers") or bool(self.no_rope_layers[layer])  # type: ignore[attr-defined]
 
     @property
     def _attn_implementation_internal(self) -> str | None:
-        """transformers' field for the name of the attention function."""
+        """The field of transformers with the name of the attention implementation."""
         return self.__dict__.get("_attn_implementation_internal")
 
     @_attn_implementation_internal.setter
     def _attn_implementation_internal(self, name: str | None) -> None:
-        """Only ours, or none yet: a stock class that gets another name would run without the encoding."""
+        """Raise a ValueError for other implementations, which would run without the encoding."""
         if name not in (None, IMPLEMENTATION):
             raise ValueError(
                 f"attn_implementation={name!r} would lose the encoding: adapted models use grape_pe.attend; "
-                "leave it out. (output_attentions=True in a configuration asks for eager: pass it to the "
+                "leave it out (output_attentions=True in a configuration sets it to eager: pass it to the "
                 "call instead)"
             )
         self.__dict__["_attn_implementation_internal"] = name
 
     def validate_layer_type(self) -> None:
-        """A type that stock models do not know, so that they refuse config.json."""
+        """Require our layer type, with which stock models raise an error for config.json."""
         if self.layer_types != self._own_types():
             raise ValueError(f"layer_types must be {LAYER_TYPE!r} for each layer, got {self.layer_types}")
 
     @property
     def has_rotation(self) -> bool:
+        """Whether the encoding has a rotation."""
         return any(part in ROTATIONS for part in self.encoding.split("+"))
 
     def _check_encoding(self) -> None:
-        """The rotation the model was trained with stays, at its own frequencies, unless it was faded out."""
+        """Raise a ValueError if the encoding does not start equal to the RoPE of the model."""
         if not self.has_rotation and self.rotation != 0.0:
             raise ValueError(
-                f"{self.encoding!r} would change the logits: the rotation the model was trained with must "
-                f"stay, as one of {', '.join(ROTATIONS)}; {self._advice()}"
+                f"{self.encoding!r} would change the logits: the encoding must include the rotation that the model was "
+                f"trained with, as one of {', '.join(ROTATIONS)}; {self._advice()}"
             )
         if not 0.0 <= self.rotation <= 1.0:
-            raise ValueError(f"rotation must be from 0 to 1, got {self.rotation}; RotationFade sets it")
+            raise ValueError(
+                f"rotation must be from 0 to 1, got {self.rotation}; it is set by RotationFade, leave it out"
+            )
         options = self.encoding_options or {}
         nested = [value for value in options.values() if isinstance(value, Mapping)]
         for name in FIXED:
@@ -132,23 +140,25 @@ class AdaptedFields:
                 raise ValueError(f"option {name!r} is set by the model's own RoPE; leave it out")
         if any(given.get("basis") == "circulant" for given in [options, *nested]):
             raise ValueError(
-                'basis="circulant" would change the logits; use "orthogonal", which starts as the RoPE'
+                'basis="circulant" would change the logits; use "orthogonal", which starts equal to RoPE'
             )
 
     def _advice(self) -> str:
-        """What to adapt to instead of an encoding without the model's rotation."""
+        """What to use instead of an encoding without the model's rotation."""
         parts = [part for part in self.encoding.split("+") if part != "nope"]
         for part in parts:
             if entry(part).cls.transforms:
-                return f"{part} is another encoding of q and k, with which a model must be trained from the start"
+                return (
+                    f"{part} is another encoding of q and k, for which a model must be trained from the start"
+                )
         kept = "+".join(["rope", *parts])
         return (
-            f"for example {kept!r}. To leave the rotation, adapt to {kept!r} and fade it out in training, by "
-            "grape_pe.hf.RotationFade"
+            f"for example {kept!r}. To remove the rotation, adapt to {kept!r} and fade the rotation out in training, "
+            "with grape_pe.hf.RotationFade"
         )
 
     def _check_attention(self) -> None:
-        """Attention that `grape_pe.attend` computes: one fixed spectrum, no dropout, no soft-capping, causal."""
+        """Raise a ValueError unless `grape_pe.attend` can compute the model's attention."""
         config: Any = self
         keys = self.nested_rope_parameter_keys(config.rope_parameters)
         for rope in [config.rope_parameters[key] for key in keys] or [config.rope_parameters]:
@@ -158,16 +168,16 @@ class AdaptedFields:
         unknown = set(self.stock_layer_types or ()) - set(STOCK_LAYERS)
         if unknown:
             raise ValueError(
-                f"layers of type {', '.join(sorted(unknown))} cannot be adapted, only {STOCK_LAYERS}"
+                f"layers of type {', '.join(sorted(unknown))} cannot be adapted; only {', '.join(STOCK_LAYERS)} can"
             )
         if self.has("attn_logit_softcapping") and config.attn_logit_softcapping is not None:
             raise ValueError(
-                f"attn_logit_softcapping={config.attn_logit_softcapping}: grape_pe.attend does not cap the logits of "
-                "attention. Set it to None if the model may change by that; then fine-tune"
+                f"attn_logit_softcapping={config.attn_logit_softcapping} is not supported by grape_pe.attend; set it "
+                "to None, which changes the logits, and fine-tune the model"
             )
         if self.has("use_bidirectional_attention") and config.use_bidirectional_attention:
             raise ValueError(
-                "use_bidirectional_attention=True: adapted models are causal; use a causal model"
+                "use_bidirectional_attention=True is not supported: adapted models are causal; use a causal model"
             )
 
     def _check_rope(self, rope: Mapping[str, Any]) -> None:
@@ -175,19 +185,20 @@ class AdaptedFields:
         fixed = kind == "longrope" and rope["short_factor"] == rope["long_factor"]  # as `export` writes it
         if kind not in ROPE_TYPES and not fixed:
             raise ValueError(
-                f"rope_type {kind!r} changes its frequencies with the length; use one of {ROPE_TYPES}"
+                f"rope_type {kind!r} is not supported, because its frequencies change with the length; use one of "
+                f"{', '.join(ROPE_TYPES)}"
             )
         if kind != "default" and "scaling" in (self.encoding_options or {}):
             raise ValueError(
-                f"the model's own rope_parameters are of type {kind!r} and are kept; leave scaling out, or set "
-                "rope_type to 'default' first"
+                f"scaling needs rope_parameters of type 'default', but those of the model have type {kind!r}; leave "
+                "scaling out, or set rope_type to 'default' first"
             )
 
     @classmethod
     def from_stock(
         cls, config: PreTrainedConfig, encoding: str, options: Mapping[str, Any], shared: bool
     ) -> Self:
-        """A copy of a stock configuration with an encoding added; the original is left alone."""
+        """Copy a stock configuration and add an encoding."""
         fields = {name: value for name, value in config.to_dict().items() if name not in IDENTITY}
         if cls.family.config.__dataclass_fields__.keys() & {"layer_types"}:
             fields["stock_layer_types"] = config.layer_types  # type: ignore[attr-defined]
@@ -207,7 +218,7 @@ class AdaptedFields:
 
 
 def _with_context(options: Mapping[str, Any], positions: int) -> tuple[dict[str, Any], int]:
-    """Options whose scaling knows the context it extends, the model's own unless given; and the longer one."""
+    """Options with `original_context` of the scaling filled in, and the extended context."""
     scaling = spelled_out(options["scaling"])
     if scaling["type"] in ("yarn", "llama3"):
         scaling = {"original_context": positions, **scaling}
@@ -217,7 +228,7 @@ def _with_context(options: Mapping[str, Any], positions: int) -> tuple[dict[str,
 
 
 def config_class(family: Family) -> type[PreTrainedConfig]:
-    """The configuration of a family's adapted models."""
+    """Create the configuration class of a family's adapted models."""
     stock = family.config
     own = {
         "model_type": f"grape_{stock.model_type}",

@@ -1,4 +1,4 @@
-"""Give a pretrained model another encoding; its logits stay as they are until it is trained.
+"""Give a pretrained model another encoding, without a change of its logits before it is trained.
 
 adapt(model, "rope+grape-ap")         # then train; only the new parameters by default
 model.save_pretrained("adapted")      # AutoModelForCausalLM.from_pretrained("adapted") loads it
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..checks import check_choice
 from ..encodings import Encoding
 from .adapted import FAMILIES, AdaptedForCausalLM, build_encodings, change_class, install
 
@@ -24,23 +25,29 @@ def adapt(
     train: Literal["new", "all"] = "new",
     **options: Any,
 ) -> PreTrainedModel:
-    """Replace the encoding of a pretrained model, in place; its logits stay as they were until it is trained.
+    """Replace the encoding of a pretrained model, in place. Its logits do not change before it is trained.
 
-    A rotation starts at the model's own frequencies; biases start at amplitude 0 (see `ZeroInitBias`). The model
-    becomes a `GrapeLlamaForCausalLM` (or of another family) with a configuration of its own, which
-    `save_pretrained` and `from_pretrained` keep.
+    Rotations start at the model's own frequencies. Biases start at amplitude 0: they then have no effect, but their
+    amplitude gets a gradient. The model becomes a `GrapeLlamaForCausalLM` (or one of another family), with its own
+    configuration, for `save_pretrained` and `from_pretrained`.
 
     Args:
-        model: a stock model for causal language modelling, of a family in `docs/huggingface.md`.
-        encoding: the new encoding: "grape-m", "rope+fox", "grape-m+grape-ap", …
-        shared: one encoding for the whole model instead of one for each layer.
-        train: "new" freezes all other parameters, "all" leaves them as they are.
-        options: of the encoding, as for `grape.build`. `scaling` changes the model's frequencies for a longer
-            context, and with them its logits; `original_context` is the model's own unless given.
+        model: a stock model for causal language modeling, of a family in `docs/huggingface.md`.
+        encoding: the new encoding, such as "grape-m", "rope+fox" or "grape-m+grape-ap".
+        shared: whether all layers share one encoding.
+        train: "new" freezes all parameters of the stock model; "all" does not.
+        options: options of the encoding, as for `grape.build`. `scaling` changes the model's frequencies for a longer
+            context, and so its logits; its `original_context` is the model's context by default.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: if the model is not of a supported family.
+        ValueError: if the encoding would change the logits.
     """
     family = _family(model)
-    if train not in ("new", "all"):
-        raise ValueError(f'train must be "new" or "all", got {train!r}')
+    check_choice("train", train, ("new", "all"))
     config = family.config_class.from_stock(model.config, encoding, options, shared)  # type: ignore[union-attr]
     base: Any = model.base_model
     encodings = build_encodings(base, config)
@@ -50,7 +57,7 @@ def adapt(
     if train == "new":
         model.requires_grad_(False)
     _replace_config(model, config)
-    model._weight_conversions = None  # type: ignore[assignment]  # names in the stock checkpoint, which ours does not use
+    model._weight_conversions = None  # type: ignore[assignment]  # of the stock checkpoint's names, which we do not use
     change_class(model, family)
     change_class(base, family.base)
     install(base, encodings)
@@ -59,7 +66,7 @@ def adapt(
 
 @torch.no_grad()
 def _try(encoding: Encoding, device: torch.device, dtype: torch.dtype) -> None:
-    """Encode two tokens: a bias that cannot start at zero is refused before the model is changed."""
+    """Encode two tokens, so that a bias that cannot start at zero raises its error before the model is changed."""
     shape = encoding.shape
     q = torch.zeros(1, shape.heads, 2, shape.head_dim, device=device, dtype=dtype)
     k = q[:, : shape.kv_heads]
@@ -73,7 +80,7 @@ def _family(model: PreTrainedModel) -> type[AdaptedForCausalLM]:
     if type(model) not in FAMILIES:
         known = ", ".join(cls.__name__ for cls in FAMILIES)
         raise TypeError(
-            f"adapt takes {known}; got {type(model).__name__}. Adapt before PEFT or torch.compile wrap it"
+            f"adapt takes {known}, got {type(model).__name__}; adapt a model before PEFT or torch.compile wrap it"
         )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
@@ -83,9 +90,9 @@ def _family(model: PreTrainedModel) -> type[AdaptedForCausalLM]:
 
 
 def _replace_config(model: PreTrainedModel, config: Any) -> None:
-    """The new configuration in every module that has the old one, which other models may share.
+    """Set the configuration of every module that has the old one, without a change of the old one.
 
-    The name is dropped: under it PEFT and others would load the model without its encoding.
+    The model's name is removed, because PEFT and others would load the stock model by it.
     """
     old = model.config
     for module in model.modules():
@@ -96,24 +103,27 @@ def _replace_config(model: PreTrainedModel, config: Any) -> None:
 
 
 def adapted_config(model: PreTrainedModel) -> Any:
-    """The configuration of an adapted model; an error if it is not one."""
+    """The configuration of an adapted model; a ValueError for other models."""
     if not isinstance(model, AdaptedForCausalLM):
         raise ValueError(f"this {type(model).__name__} has not been adapted; call adapt(model, …) first")
     return model.config  # type: ignore[no-any-return]
 
 
 def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters `adapt` added, by name.
+    """The parameters that `adapt` added, by name.
 
     Args:
         model: a model changed by `adapt`.
+
+    Returns:
+        A dict of parameters.
     """
     added = set(new_state(model))
     return {name: p for name, p in model.named_parameters() if name in added}
 
 
 def new_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Everything `adapt` added: parameters and buffers, by name."""
+    """The parameters and buffers that `adapt` added, by name."""
     adapted_config(model)
     ours = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Encoding))
     return {name: t for name, t in model.state_dict().items() if name.startswith(ours)}

@@ -1,4 +1,4 @@
-"""Small files that hold only what `adapt` added to a model. Safetensors only."""
+"""Save and load only the tensors that `adapt` added to a model, as safetensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ FORMAT = "grape-pe adapter 1"
 
 
 def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Path:
-    """Write what `adapt` added, and nothing else; atomically.
+    """Save the tensors that `adapt` added, without those of the stock model. The file is replaced atomically.
 
     Args:
         model: a model changed by `adapt`.
-        path: the safetensors file.
+        path: the safetensors file to write.
+
+    Returns:
+        The path.
     """
     config, path = adapted_config(model), Path(path)
     metadata = {
@@ -47,17 +50,20 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Path:
 def load_adapter(
     model: PreTrainedModel, path: str | os.PathLike[str], *, train: Literal["new", "all"] = "new"
 ) -> PreTrainedModel:
-    """Adapt a freshly loaded base model and load the learned parameters.
+    """Adapt a stock model and load the tensors of an adapter.
 
     Args:
-        model: the model that was adapted, as loaded.
-        path: a file of `save_adapter`.
-        train: as for `adapt`.
+        model: the stock model that was adapted, loaded again.
+        path: a file written by `save_adapter`.
+        train: "new" freezes all parameters of the stock model; "all" does not.
+
+    Returns:
+        The same model, adapted.
     """
     metadata, tensors = _read(Path(path))
     if metadata["model_type"] != model.config.model_type:
         raise ValueError(
-            f"the adapter was made for a {metadata['model_type']} model, this is {model.config.model_type}; "
+            f"the adapter is for a {metadata['model_type']} model, got {model.config.model_type}; "
             "load the pretrained model that was adapted"
         )
     options, shared = json.loads(metadata["options"]), json.loads(metadata["shared"])
@@ -67,24 +73,28 @@ def load_adapter(
         name for name in expected if expected[name].shape != tensors[name].shape
     )
     if wrong:
-        raise ValueError(f"the adapter does not fit this model: {wrong[0]!r} is missing or of another shape")
+        raise ValueError(
+            f"the adapter does not fit this model: {wrong[0]!r} is missing, unexpected or of another shape; "
+            "load the pretrained model that was adapted"
+        )
     model.load_state_dict(tensors, strict=False)
     return model
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not path.is_file():
-        raise FileNotFoundError(f"no adapter file at {path}; save_adapter writes one")
+        raise FileNotFoundError(f"no adapter file at {path}; pass the file written by save_adapter")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is not a safetensors file ({error}); pickles are not read, because they can run code"
+            f"{path} is not a safetensors file ({error}); pickles are not supported, because they can run code"
         ) from error
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is not an adapter: expected format {FORMAT!r}, got {metadata.get('format')!r}"
+            f"{path} is not an adapter: expected format {FORMAT!r}, got {metadata.get('format')!r}; "
+            "pass a file written by save_adapter"
         )
     return metadata, tensors

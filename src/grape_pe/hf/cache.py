@@ -1,8 +1,8 @@
-"""Cache layers for Hugging Face: a `StreamingCache` or a `StaticCache` behind the interface `generate` expects.
+"""Cache layers of transformers that store their tokens in a `StreamingCache` or a `StaticCache`.
 
-`generate` builds them from the configuration's layer types; a static one for `cache_implementation="static"`. A cache
-with plain layers, as a user may pass it, is upgraded while it is empty and refused when it is not: it has no room for
-bias tensors and states.
+`generate` builds them from the configuration's layer types; static ones for `cache_implementation="static"`. The
+layers of a stock cache, which cannot store bias tensors and states, are replaced if they are empty; if not, an error is
+raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.cache_utils import StaticCache as StockStaticCache
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
 from ..cache import StreamingCache
-from ..cache.static import USE, Place, StaticCache, StaticLayout
+from ..cache.static import USE, Progress, StaticCache, StaticLayout
 from ..cache.table import writable
 from ..encodings import Encoding
 from .config import LAYER_TYPE
@@ -27,36 +27,36 @@ LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.setdefault(LAYER_TYPE, create_causal_mask
 
 
 class GrapeCacheLayer:
-    """Filled by the model itself: keys and values alone would lack the bias tensors and states."""
+    """Base class of our cache layers. The model fills them, not `update`, because they also store bias tensors."""
 
     _layer_type = LAYER_TYPE
     supports_early_init = False
-    store: Any = None  # a `StreamingCache` or a `StaticCache`, made at first use
+    store: Any = None  # a `StreamingCache` or a `StaticCache`, created at first use
 
-    # for code that looks at keys and values; transformers' own layers set them to None when built
+    # for code that reads keys and values; the base classes set them to None in __init__
     keys = property(lambda self: self.stored("k"), lambda self, value: None)
     values = property(lambda self: self.stored("v"), lambda self, value: None)
 
     @property
     def encoding(self) -> Encoding | None:
+        """The encoding of the layer that uses this cache; None before first use."""
         return None if self.store is None else self.store.encoding
 
     def forget(self) -> None:
-        """As new, for any model."""
+        """Return to the initial state, for use by any model."""
         self.store = None
 
     def stored(self, name: str) -> Tensor | None:
         """The cached keys ("k") or values ("v"); None if there are none."""
         raise NotImplementedError
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise TypeError("a grape cache layer is filled by the model itself, not from keys and values alone")
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            "a grape cache layer also keeps bias tensors and states: keys and values alone cannot be added; "
+            "keys and values alone cannot be added to a grape cache layer, which also stores bias tensors and states; "
             "pass this cache to a grape model"
         )
+
+    lazy_initialization = update
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.store is not None:
@@ -70,14 +70,14 @@ class GrapeCacheLayer:
             self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the cached tensors; the model's modules are shared."""
+        """Copy the cached tensors, but not the model's modules."""
         copied = copy.copy(self)
         copied.store = None if self.store is None else self.store.fork()
         return copied
 
 
 class GrapeDynamicLayer(GrapeCacheLayer, DynamicLayer):  # type: ignore[misc]
-    """Grows with the sequence."""
+    """A cache layer that grows with the sequence: a `StreamingCache`."""
 
     is_compileable = False
 
@@ -86,10 +86,11 @@ class GrapeDynamicLayer(GrapeCacheLayer, DynamicLayer):  # type: ignore[misc]
 
     @property
     def stream(self) -> StreamingCache | None:
+        """The `StreamingCache`; None before first use."""
         return self.store  # type: ignore[no-any-return]
 
     def open(self, make: Callable[..., StreamingCache], encoding: Encoding, rollback: int) -> StreamingCache:
-        """The `StreamingCache` of this layer; made now by `make` if there is none."""
+        """Return the `StreamingCache`, created by `make` at first use."""
         if self.store is None:
             self.store = make(encoding, rollback=rollback)
             self.is_initialized = True
@@ -97,6 +98,7 @@ class GrapeDynamicLayer(GrapeCacheLayer, DynamicLayer):  # type: ignore[misc]
 
     @property
     def empty(self) -> bool:
+        """Whether there are no tokens."""
         return self.stream is None or not self.stream.sequences.lengths
 
     def stored(self, name: str) -> Tensor | None:
@@ -114,26 +116,28 @@ class GrapeDynamicLayer(GrapeCacheLayer, DynamicLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+            raise ValueError(
+                f"crop needs the negative number of tokens to remove, got {tokens_to_remove}; pass {-tokens_to_remove}"
+            )
         if self.stream is not None and tokens_to_remove:
             self.stream.crop_columns(-tokens_to_remove)
 
 
 class GrapeStaticLayer(GrapeCacheLayer, StaticLayer):  # type: ignore[misc]
-    """Storage for `max_cache_len` tokens, allocated by the first call and then written in place.
+    """A cache layer of fixed size: a `StaticCache` for `max_cache_len` tokens, allocated by the first call.
 
-    All layers of a cache share one `place`, which belongs to the first.
+    All layers of a cache share one `progress`, which the first layer resets and selects.
     """
 
     is_compileable = True
     is_croppable = False
     stream: None = None
-    place: Place | None = None
-    owns_place = False
-    empty = True  # nothing was written since the last reset
+    progress: Progress | None = None
+    owns_progress = False
+    empty = True  # no tokens since the last reset
 
     def open(self, make: Callable[..., StreamingCache], encoding: Encoding, rollback: int) -> StaticCache:
-        """The cache of this layer; made now, with the settings of the one that `make` makes, if there is none."""
+        """Return the `StaticCache`, created at first use with the settings of the cache that `make` creates."""
         if self.store is None:
             like = make(encoding)
             names = ("window", "sinks", "shift", "key_norm", "norm_after")
@@ -145,12 +149,12 @@ class GrapeStaticLayer(GrapeCacheLayer, StaticLayer):  # type: ignore[misc]
         return None if self.store is None else self.store.tokens.get(name)
 
     def get_seq_length(self) -> Any:
-        return 0 if self.empty or self.place is None else self.place.columns
+        return 0 if self.empty or self.progress is None else self.progress.columns
 
     def reset(self) -> None:
         self.empty = True
-        if self.owns_place and self.place is not None:
-            self.place.reset()
+        if self.owns_progress and self.progress is not None:
+            self.progress.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -158,48 +162,47 @@ class GrapeStaticLayer(GrapeCacheLayer, StaticLayer):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.owns_place and self.place is not None:
-            self.place.select(beam_idx)
+        if self.owns_progress and self.progress is not None:
+            self.progress.select(beam_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = super().__deepcopy__(memo)
         with writable():
-            copied.place = copy.deepcopy(self.place, memo)
+            copied.progress = copy.deepcopy(self.progress, memo)
         return copied
 
 
 def static_layout(
     layers: Sequence[GrapeStaticLayer], x: Tensor, positions: Tensor | None, padding: Tensor | None
 ) -> StaticLayout:
-    """Positions of the new tokens; the cache then counts them as stored."""
+    """Add the new tokens to the progress of a static cache and return their layout."""
     first, (batch, count) = layers[0], x.shape[:2]
     if not count:
         raise ValueError(f"a static cache needs at least one token per call, got none; {USE}")
     fresh = first.empty
     if fresh:
-        place = first.place
-        if place is None or len(place.lengths) != batch:
-            place = Place(batch, x.device)
+        progress = first.progress
+        if progress is None or len(progress.lengths) != batch:
+            progress = Progress(batch, x.device)
         for layer in layers:
-            layer.place, layer.empty, layer.owns_place = place, False, layer is first
-    place = first.place
-    assert place is not None
-    if len(place.lengths) != batch:
-        raise ValueError(f"the cache holds {len(place.lengths)} sequences, the call has {batch}")
-    return place.advance(count, first.max_cache_len, fresh, positions, padding)
+            layer.progress, layer.empty, layer.owns_progress = progress, False, layer is first
+    progress = first.progress
+    assert progress is not None
+    if len(progress.lengths) != batch:
+        raise ValueError(f"the cache holds {len(progress.lengths)} sequences, the call has {batch}")
+    return progress.advance(count, first.max_cache_len, fresh, positions, padding)
 
 
 def layers_of(cache: Cache, count: int, encoding: Encoding) -> list[Any]:
     """All layers of a cache, for the model whose first layer has this encoding.
 
-    An empty cache that another model has used starts anew.
+    An empty cache that was used by another model returns to its initial state.
     """
     layers = [layer_of(cache, i) for i in range(count)]
     if layers[0].encoding not in (None, encoding):
         if not layers[0].empty:
             raise ValueError(
-                "past_key_values was filled by another model, whose encoding it would continue; pass an empty "
-                "DynamicCache() or nothing"
+                "past_key_values has tokens of another model; pass an empty DynamicCache() or nothing"
             )
         for layer in layers:
             layer.forget()
@@ -207,11 +210,11 @@ def layers_of(cache: Cache, count: int, encoding: Encoding) -> list[Any]:
 
 
 def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:
-    """Layer `index` of a cache, upgraded to ours if it is still empty."""
+    """Layer `index` of a cache. An empty stock layer is replaced by one of ours."""
     if not isinstance(cache, (DynamicCache, StockStaticCache)):
         raise TypeError(
-            f"past_key_values must be a DynamicCache or StaticCache, got {type(cache).__name__}: others "
-            "have no room for the key-side tensors of the bias; leave it out and one is made"
+            f"past_key_values must be a DynamicCache or a StaticCache, got {type(cache).__name__}, which cannot store "
+            "the key-side tensors of the bias; leave it out"
         )
     if cache.offloading:
         raise ValueError('offloaded caches are not supported; use cache_implementation="dynamic" or "static"')
@@ -222,7 +225,7 @@ def layer_of(cache: Cache, index: int) -> GrapeDynamicLayer | GrapeStaticLayer:
         return layer
     if type(layer) not in (DynamicLayer, StaticLayer) or layer.is_initialized:  # type: ignore[union-attr]
         raise ValueError(
-            f"past_key_values holds a {type(layer).__name__} of another model, without the key-side "
+            f"past_key_values has a {type(layer).__name__} filled by another model, without the key-side "
             "tensors of the bias and the states of a grape model; pass an empty DynamicCache() or nothing"
         )
     fresh = GrapeStaticLayer(layer.max_cache_len) if isinstance(layer, StaticLayer) else GrapeDynamicLayer()

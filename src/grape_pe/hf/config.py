@@ -1,4 +1,4 @@
-"""`GrapeConfig`: the decoder's configuration under Hugging Face's usual field names."""
+"""`GrapeConfig`: the decoder's configuration with Hugging Face's field names."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from transformers import PreTrainedConfig
 from ..models.config import HF_NAMES, DecoderConfig
 
 LAYER_TYPE = "grape_attention"
-# Stock configurations refuse this type, so no stock model runs without the encoding. Only a plain PreTrainedConfig,
-# as Trainer reads config.json of a checkpoint, accepts it: it describes no model.
+# Stock configurations raise an error for this type, so that no stock model runs without the encoding. Only a plain
+# PreTrainedConfig, with which Trainer reads config.json of a checkpoint, accepts it.
 _plain: Any = PreTrainedConfig
 _plain.__class_validators__ = [f for f in _plain.__class_validators__ if f.__name__ != "validate_layer_type"]
 
 
 @strict
 class GrapeConfig(PreTrainedConfig):
-    """Sizes under Hugging Face's names, and what is ours: see `DecoderConfig` for what each does.
+    """The configuration of a `GrapeForCausalLM`.
 
-    `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`, `qk_norm`, `output_norm`,
-    `output_gate`, `absolute` choose the model; `rollback` is how many tokens its caches can take back.
+    Sizes have Hugging Face's names. `encoding`, `encoding_options`, `window`, `sinks`, `shared_encoding`, `kv_shift`,
+    `qk_norm`, `output_norm`, `output_gate` and `absolute` are those of `DecoderConfig`. `rollback` is the number of
+    tokens that caches can remove.
     """
 
     model_type = "grape"
@@ -60,7 +61,7 @@ class GrapeConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.hidden_act != "silu":
-            raise ValueError(f'hidden_act must be "silu" (the decoder is SwiGLU), got {self.hidden_act!r}')
+            raise ValueError(f'hidden_act must be "silu" (the decoder has SwiGLU), got {self.hidden_act!r}')
         self.encoding_options = check_options(self.encoding_options)
         filled = self.to_decoder()
         self.intermediate_size, self.head_dim = filled.hidden, filled.head_dim
@@ -69,24 +70,24 @@ class GrapeConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_layer_type(self) -> None:
-        """Every layer is of our own type, whose cache also keeps the key-side tensors of the bias."""
+        """Require our layer type, whose cache layers also store bias tensors."""
         if self.layer_types != [LAYER_TYPE] * self.num_hidden_layers:
             raise ValueError(f"layer_types must be {LAYER_TYPE!r} for each layer, got {self.layer_types}")
 
     def to_decoder(self) -> DecoderConfig:
-        """The same as the plain decoder's configuration; unknown encodings are an error here."""
+        """Convert to a `DecoderConfig`, or raise an error if a value is not valid."""
         values = {theirs: self.__dict__[theirs] for theirs in HF_NAMES.values()}
         sizes = ("intermediate_size", "num_key_value_heads", "head_dim")
         return DecoderConfig.from_hf(values | {name: values[name] or 0 for name in sizes})
 
 
 def check_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options as config.json will hold them (tuples become lists); an error if it cannot hold them."""
+    """Return the options as they are read back from JSON (tuples become lists), or raise a TypeError."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(options or {})))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"encoding_options must be what config.json can hold: numbers, strings, lists, dicts; "
-            f"got {options!r} ({error}). Pass tensors as lists: t.tolist()"
+            f"encoding_options must have values that JSON supports (numbers, strings, lists, dicts), "
+            f"got {options!r} ({error}); pass tensors as lists: t.tolist()"
         ) from error
     return plain

@@ -1,7 +1,7 @@
-"""Moving out: a rotary model as a directory that stock transformers loads without this package.
+"""`export`: write a rotary model as a stock transformers model, which loads without this package.
 
-A learned spectrum becomes `rope_parameters` of type longrope, whose factors express any spectrum; a learned
-basis is folded into the q and k projections where no norm stands between. What has no stock form is refused.
+Learned frequencies become `rope_parameters` of type longrope, whose factors can express any frequencies. A learned
+basis is multiplied into the q and k projections. Other models raise an error.
 """
 
 from __future__ import annotations
@@ -41,14 +41,19 @@ Source = Decoder | PreTrainedModel
 
 
 def export(model: Source, directory: str | os.PathLike[str]) -> Path:
-    """Write a stock model with the same logits: Llama, or Qwen3 where queries and keys are normalised.
+    """Write a stock model with the same logits: Llama, or Qwen3 for a model with QK norm.
 
-    Takes a `Decoder`, a `GrapeForCausalLM`, or a model changed by `adapt`, which becomes one of its own family
-    again. When refused, nothing is written.
+    A model changed by `adapt` becomes a model of its own family again.
 
     Args:
         model: a `Decoder`, a `GrapeForCausalLM` or a model changed by `adapt`.
         directory: where to write.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ValueError: if no stock model has the same logits. Nothing is written then.
     """
     stock = to_stock(model)
     stock.save_pretrained(directory)
@@ -56,7 +61,7 @@ def export(model: Source, directory: str | os.PathLike[str]) -> Path:
 
 
 def to_stock(model: Source) -> PreTrainedModel:
-    """The stock model itself, in memory."""
+    """Convert to a stock model, in memory."""
     encodings, config = check_stock_form(model)
     settings: Any = model.config
     adapted = isinstance(model, AdaptedForCausalLM)
@@ -70,7 +75,7 @@ def to_stock(model: Source) -> PreTrainedModel:
 
 
 def check_stock_form(model: Source) -> tuple[list[Rotary | None], Any]:
-    """The rotations and the stock configuration of a model; an error that says why if it has no stock form."""
+    """The rotations and the stock configuration of a model, or a ValueError if it has no stock form."""
     adapted = isinstance(model, AdaptedForCausalLM)
     encodings = [_rotary(encoding, adapted) for encoding in _encodings(model)]
     _check_bases(model, encodings)
@@ -87,22 +92,22 @@ def _check_bases(model: Source, encodings: list[Rotary | None]) -> None:
         if model.config.family.folds_bases:
             return
         raise ValueError(
-            f"a learned basis cannot be exported to a {model.config.family.name} model, whose projections are fused or "
-            "followed by a norm; use grape-m"
+            f"a learned basis cannot be exported to a {model.config.family.name} model, because its projections are "
+            "fused or followed by a norm; use grape-m"
         )
     if model.config.qk_norm:
         raise ValueError(
-            "a learned basis cannot be exported behind a QK norm: the norm stands between projection and "
-            "basis, and its weights do not commute with it. Train grape-m-basis with qk_norm=False"
+            "a learned basis cannot be exported with a QK norm, which comes between projection and basis and does not "
+            "commute with the basis; train grape-m-basis with qk_norm=False"
         )
 
 
 def _rope_parameters(model: Source, config: Any, encodings: list[Rotary | None]) -> dict[str, Any]:
-    """The model's own if nothing has changed, those of a scaling by its name, or else longrope."""
+    """`rope_parameters`: the stock model's if they did not change, those of the encoding's scaling, or longrope."""
     rotating = [encoding for encoding in encodings if encoding is not None]
     own: Any = config.rope_parameters
     if not rotating:
-        raise ValueError("no layer of this model rotates: it has no stock form")
+        raise ValueError("no layer of this model has a rotation, so it has no stock form; save it instead")
     if isinstance(model, AdaptedForCausalLM):
         known: Any = model.base_model.ropes
         if all(_is(encoding, rope) for encoding, rope in zip(encodings, known, strict=True)):
@@ -111,14 +116,14 @@ def _rope_parameters(model: Source, config: Any, encodings: list[Rotary | None])
     factor = first.query_factor**0.5 * _attention_factor(model)
     kept = {"partial_rotary_factor": own["partial_rotary_factor"]} if "partial_rotary_factor" in own else {}
     rule = first.frequencies.scaling
-    named = not isinstance(config, Phi3Config)  # which knows longrope only
+    named = not isinstance(config, Phi3Config)  # which supports longrope only
     if rule is not None and named and _follows_base(first.frequencies):
         return {**rule.rope_parameters(first.frequencies.base, len(spectrum)), **kept}
     return longrope(spectrum, config.max_position_embeddings, factor) | kept
 
 
 def _is(encoding: Rotary | None, rope: Rope | None) -> bool:
-    """Whether an encoding still turns as the stock model's layer did."""
+    """Whether an encoding still rotates like the stock model's layer."""
     if encoding is None or rope is None:
         return encoding is None and rope is None
     theta = encoding.frequencies()[:, 0].detach().float().cpu()
@@ -126,17 +131,17 @@ def _is(encoding: Rotary | None, rope: Rope | None) -> bool:
 
 
 def _follows_base(frequencies: Frequencies) -> bool:
-    """Whether the frequencies, before their scaling, are the powers of the base that transformers scales."""
+    """Whether the frequencies before their scaling are base^(-i/planes), as in transformers."""
     start = log_uniform(frequencies.planes, frequencies.base)
     fixed = frequencies.delta is None and frequencies.strength == 1.0
     return fixed and torch.allclose(frequencies.initial.cpu(), start, rtol=1e-6, atol=0.0)
 
 
 def longrope(spectrum: Tensor, max_positions: int, attention_factor: float = 1.0) -> dict[str, Any]:
-    """`rope_parameters` whose frequencies are `spectrum`, for every length.
+    """`rope_parameters` with the frequencies `spectrum` for every length.
 
-    transformers computes 1 / (factor * base^(2i/d)) in float32; both sets of factors are the same, and the
-    lengths are equal, so that nothing else is scaled.
+    transformers computes 1 / (factor * base^(2i/d)) in float32. Short and long factors are equal, and so are the
+    lengths, so nothing else is scaled.
     """
     base, width = 10_000.0, 2 * len(spectrum)
     power = base ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
@@ -171,43 +176,48 @@ def _encodings(model: Source) -> list[Encoding]:
 def _check_stock(config: DecoderConfig) -> None:
     if config.qk_norm == "after":
         raise ValueError(
-            'qk_norm="after" has no stock form: Qwen3 normalises before the rotation; train with qk_norm=True to export'
+            'qk_norm="after" has no stock form: Qwen3 normalizes before the rotation; train with qk_norm=True to export'
         )
     for name in ("output_norm", "output_gate"):
         if getattr(config, name):
             raise ValueError(f"{name} has no stock form; train with {name}=False to export")
     if config.absolute is not None:
         raise ValueError(
-            "absolute positions have no stock form beside a rotation; train with absolute=None to export"
+            f"absolute={config.absolute!r} has no stock form; train with absolute=None to export"
         )
     if config.kv_shift:
         raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
     if any(each.window is not None for each in config.by_layer):
-        raise ValueError("window: the exported model would see all tokens; train without a window to export")
+        raise ValueError(
+            f"window={config.window} has no stock form: the exported model would attend to all tokens; train without a "
+            "window to export"
+        )
     if len({each.encoding for each in config.by_layer}) > 1:
         raise ValueError(
-            f"encoding: the exported model has one encoding for all layers, and this one has "
-            f"{config.encoding_label}; train with one encoding to export"
+            f"the exported model must have one encoding for all layers, got {config.encoding_label}; train with one "
+            "encoding to export"
         )
 
 
 def _rotary(encoding: Encoding, in_family: bool) -> Rotary | None:
-    """None for a layer of an adapted model without positions."""
+    """Return the encoding if stock RoPE can express it, or None for a layer without RoPE of an adapted model."""
     if isinstance(encoding, NoPE) and in_family:
         return None
     if not isinstance(encoding, Rotary) or encoding.coords != 1:
         raise ValueError(
-            f"{encoding!r} has no stock form: stock RoPE turns coordinate planes at fixed frequencies, "
-            "so rope, grape-m and grape-m-basis can be exported, and nothing with a bias"
+            f"{encoding!r} has no stock form: stock RoPE rotates coordinate planes at fixed frequencies and has no "
+            "bias; only rope, grape-m and grape-m-basis can be exported"
         )
     partial = encoding.rotary_dim != encoding.shape.head_dim
     if partial and not in_family:
         raise ValueError(
-            f"rotary_dim={encoding.rotary_dim} has no stock form: exported models turn all features"
+            f"rotary_dim={encoding.rotary_dim} has no stock form: exported models rotate all "
+            f"{encoding.shape.head_dim} features"
         )
     if encoding.rotary_heads != encoding.shape.kv_heads:
         raise ValueError(
-            f"rotary_heads={encoding.rotary_heads} has no stock form: exported models turn all heads"
+            f"rotary_heads={encoding.rotary_heads} has no stock form: exported models rotate all "
+            f"{encoding.shape.kv_heads} key heads"
         )
     if encoding.shape.head_dim % 2:
         raise ValueError(f"stock RoPE needs an even head_dim, got {encoding.shape.head_dim}")
@@ -215,20 +225,20 @@ def _rotary(encoding: Encoding, in_family: bool) -> Rotary | None:
 
 
 def _one_spectrum(encodings: list[Rotary]) -> Tensor:
-    """(D/2,) float32, the same for every layer and head, or an error."""
+    """The frequencies of all layers and heads, (D/2,) in float32, or a ValueError if they differ."""
     spectra = torch.cat([encoding.frequencies()[:, 0].detach().float() for encoding in encodings])
     if not torch.equal(spectra, spectra[:1].expand_as(spectra)):
         raise ValueError(
-            "stock RoPE has one spectrum for the whole model, and here layers or heads have different ones; "
+            "stock RoPE has the same frequencies in all layers and heads, and those of this model differ; "
             "train with shared_encoding=True (adapt: shared=True) and without per_head"
         )
     if not bool((spectra > 0).all()):
-        raise ValueError("longrope can only express positive frequencies")
+        raise ValueError(f"longrope needs positive frequencies, got {spectra.min().item():.3g}")
     return spectra[0]
 
 
 def _attention_factor(model: Source) -> float:
-    """YaRN's factor of the stock model's own RoPE, which adapted layers have in their scale."""
+    """YaRN's factor of the stock model's RoPE, which adapted layers have in their scale."""
     if not isinstance(model, AdaptedForCausalLM):
         return 1.0
     base: Any = model.base_model
@@ -264,7 +274,7 @@ def _stock_config(model: Any) -> PreTrainedConfig:
 
 
 def _stock_state(model: Source, encodings: list[Rotary | None]) -> dict[str, Tensor]:
-    """The weights under stock names, which are ours, without the encodings and with bases folded in."""
+    """The weights without the encodings, with bases multiplied in and in the stock layout. Names are the same."""
     ours = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Encoding))
     state = {
         name: tensor.detach().clone()
@@ -274,7 +284,7 @@ def _stock_state(model: Source, encodings: list[Rotary | None]) -> dict[str, Ten
     adapted = isinstance(model, AdaptedForCausalLM)
     for i, encoding in enumerate(encodings):
         if encoding is None or (adapted and not isinstance(encoding, BasisRotary)):
-            continue  # an adapted model has the layout of its family
+            continue  # an adapted model already has the layout of its family
         for side in ("q", "k"):
             for kind in ("weight", "bias"):
                 name = f"model.layers.{i}.self_attn.{side}_proj.{kind}"
@@ -287,7 +297,7 @@ def _stock_state(model: Source, encodings: list[Rotary | None]) -> dict[str, Ten
 
 
 def folded(weight: Tensor, encoding: Rotary, layout: Layout = "half") -> Tensor:
-    """A q or k projection (or its bias) that already stands in the encoding's basis, its planes in `layout`."""
+    """Multiply the encoding's basis into a q or k projection (or its bias), and convert its planes to `layout`."""
     if isinstance(encoding, BasisRotary):
         basis = encoding.basis().detach().double().cpu()  # (Hkv|1, D, D)
         size = encoding.shape.head_dim

@@ -16,11 +16,14 @@ from ..encodings.temperature import LogN
 
 
 class ZeroInitBias(Encoding):
-    """An additive encoding times a learned amplitude for each head, which starts at 0.
+    """Multiplies the bias of an encoding by a learned amplitude for each head, which starts at 0.
 
-    At amplitude 0 the bias has no effect, but the amplitude still gets a gradient. The encoding's own
-    parameters get one once the amplitude is above 0. The bias is multiplied by max(amplitude, 0), so its
-    sign never flips; the gradient passes through unchanged, so that a negative amplitude can grow again.
+    At amplitude 0 the bias has no effect, but the amplitude still gets a gradient. The encoding's own parameters
+    get one once it is above 0. The factor is max(amplitude, 0), so the bias does not change its sign; the gradient
+    ignores the maximum, so a negative amplitude can grow again.
+
+    Args:
+        encoding: the additive encoding.
     """
 
     def __init__(self, encoding: Encoding) -> None:
@@ -44,7 +47,7 @@ class ZeroInitBias(Encoding):
 
     @classmethod
     def prepare(cls, parts: Sequence[Any], positions: Tensor, working: torch.dtype) -> Sequence[Any]:
-        """Amplitudes (1, H, 1), none below 0."""
+        """For each of `parts`, max(amplitude, 0), (1, H, 1)."""
         amplitudes = torch.stack([part.amplitude for part in parts]).to(working)
         return amplitudes.clamp_(min=0.0)[:, None, :, None].unbind()
 
@@ -58,7 +61,7 @@ class ZeroInitBias(Encoding):
 
 
 def faded(bias: Bias, amplitude: Tensor) -> Bias:
-    """The bias times an amplitude (1, H, 1): its rates are, what tokens sum or probe is not."""
+    """Multiply a bias by an amplitude, (1, H, 1), through its rates or weights."""
     if isinstance(bias, SlopeBias):
         return SlopeBias(tuple(_faded_term(term, amplitude) for term in bias.terms))
     if isinstance(bias, PathBias):
@@ -78,8 +81,7 @@ def faded(bias: Bias, amplitude: Tensor) -> Bias:
 def _faded_distance(bias: DistanceBias, amplitude: Tensor) -> DistanceBias:
     if bias.profile is None and bias.beyond == "-inf":
         raise ValueError(
-            'beyond="-inf" hides distant keys from the first step and cannot start from zero; adapt with '
-            'beyond="zero" or "last"'
+            'beyond="-inf" masks distant keys and cannot start at zero; adapt with beyond="zero" or "last"'
         )
     weight = amplitude.unsqueeze(-1)
     if bias.weight is None:
@@ -93,7 +95,7 @@ def _faded_term(term: SlopeTerm, amplitude: Tensor) -> SlopeTerm:
 
 
 def fade_in(encoding: Encoding, rotation: float = 1.0) -> Encoding:
-    """The same encoding with everything but the rotation starting at nothing, and this strength of the rotation."""
+    """Wrap all biases of an encoding in `ZeroInitBias`, and set the strength of its rotation."""
     if isinstance(encoding, Composite):
         for name, part in encoding.parts.items():
             encoding.parts[name] = fade_in(part, rotation)  # type: ignore[arg-type]
@@ -109,7 +111,7 @@ def fade_in(encoding: Encoding, rotation: float = 1.0) -> Encoding:
 
 
 def without_rotation(encoding: Encoding) -> Encoding:
-    """What is left without the part that turns queries and keys; the parts stay the same modules."""
+    """The encoding without its rotation, made of the same modules."""
     if not isinstance(encoding, Composite):
         return NoPE(encoding.shape) if encoding.transforms else encoding
     left: dict[str, Any] = {name: part for name, part in encoding.parts.items() if not part.transforms}  # type: ignore[union-attr]

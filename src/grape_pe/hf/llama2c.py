@@ -1,4 +1,4 @@
-"""A llama2.c model as a Hugging Face Llama directory, with its tokenizer."""
+"""Convert a llama2.c model and its tokenizer to a Hugging Face Llama directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
 
 
 def convert_llama2c(file: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
-    """Write the model, and its tokenizer if the file has one, as `AutoModelForCausalLM` loads them."""
+    """Convert a llama2.c file to a directory for `AutoModelForCausalLM`, with the tokenizer if the file has one."""
     found, directory = read_llama2c(file), Path(directory)
     stock: Any = to_stock(found.decoder)
     stock.config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}  # the same frequencies
@@ -34,7 +34,7 @@ def convert_llama2c(file: str | os.PathLike[str], directory: str | os.PathLike[s
 
 
 def sentencepiece_bpe(pieces: Sequence[tuple[bytes, float]]) -> Tokenizer:
-    """A byte-pair encoding by scores, as SentencePiece has it: the pair whose union scores highest is merged first."""
+    """A byte-pair encoding like SentencePiece's: it first merges the pair whose union has the highest score."""
     names = [UNKNOWN, BEGIN, END, *(_name(piece, i) for i, (piece, _) in enumerate(pieces[3:], start=3))]
     vocabulary = {name: i for i, name in enumerate(names)}
     inner = Tokenizer(
@@ -55,7 +55,7 @@ def sentencepiece_bpe(pieces: Sequence[tuple[bytes, float]]) -> Tokenizer:
 
 
 def _name(piece: bytes, number: int) -> str:
-    """As SentencePiece writes a token; 3 to 258 are the bytes."""
+    """The token as SentencePiece writes it; numbers 3 to 258 are single bytes."""
     return f"<0x{number - 3:02X}>" if number < 259 else piece.decode().replace(" ", SPACE)
 
 

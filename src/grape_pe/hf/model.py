@@ -1,6 +1,6 @@
-"""`GrapeForCausalLM`: the decoder's own blocks as a Hugging Face model.
+"""`GrapeForCausalLM`: the decoder's blocks as a Hugging Face model.
 
-Annotations are evaluated here: transformers reads the configuration's class from one of them.
+No `from __future__ import annotations` here: transformers reads the configuration's class from an annotation.
 """
 
 from typing import Any
@@ -31,6 +31,8 @@ class GrapeDecoderLayer(GradientCheckpointingLayer, Block):
 
 
 class GrapePreTrainedModel(GrapePretrained):
+    """Base class of `GrapeModel` and `GrapeForCausalLM`."""
+
     config: GrapeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -40,7 +42,7 @@ class GrapePreTrainedModel(GrapePretrained):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fill what a checkpoint did not bring (all of it, for a new model), and nothing else."""
+        """Initialize the parameters that a checkpoint did not fill."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=EMBEDDING_STD)
         elif isinstance(module, nn.Linear) and not self.config.tie_word_embeddings:
@@ -52,7 +54,7 @@ class GrapePreTrainedModel(GrapePretrained):
 
 
 class GrapeModel(GrapePreTrainedModel):
-    """Embedding, blocks, last norm.
+    """The decoder without its head: embedding, blocks and final norm.
 
     Args:
         config: a `GrapeConfig`.
@@ -72,6 +74,7 @@ class GrapeModel(GrapePreTrainedModel):
         self.post_init()
 
     def encoding_of(self, layer: int) -> Encoding:
+        """The encoding of a layer, its own or the shared one."""
         return self.layers[layer].self_attn.encoding if self.encoding is None else self.encoding  # type: ignore
 
     def forward(
@@ -129,12 +132,12 @@ class GrapeModel(GrapePreTrainedModel):
 
 
 def cache_for(model: PreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-    """The cache to fill; in training none is made unless asked for, and none goes with checkpointing."""
+    """The cache to fill, or None. In training none is created by default, and checkpointing never has one."""
     if model.training and model.gradient_checkpointing and torch.is_grad_enabled():
         if cache is not None and cache.get_seq_length():
             raise ValueError(
-                "gradient checkpointing computes tokens twice and cannot continue past_key_values; call the model "
-                "under torch.no_grad(), or leave past_key_values out"
+                "gradient checkpointing cannot continue past_key_values, because it computes tokens twice; call the "
+                "model under torch.no_grad(), or leave past_key_values out"
             )
         return None
     wanted = model.config.use_cache and not model.training if use_cache is None else use_cache
@@ -142,12 +145,12 @@ def cache_for(model: PreTrainedModel, cache: Cache | None, use_cache: bool | Non
 
 
 def make_layout(x: Tensor, mask: Tensor | None, positions: Tensor | None, layers: list[Any] | None) -> Layout:
-    """Where the new tokens stand, from Hugging Face's arguments and what the cache already holds."""
+    """The layout of new tokens, from Hugging Face's arguments and the cache."""
     batch, count = x.shape[:2]
     if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < count):
         raise ValueError(
-            f"attention_mask must be (batch, tokens so far), 0 on padding; got {tuple(mask.shape)} for "
-            f"{count} new tokens. Masks of other shapes are not supported: use position_ids for packing"
+            f"attention_mask must have shape (batch, tokens so far), with 0 at padding, got {tuple(mask.shape)} for "
+            f"batch {batch} and {count} new tokens; for packed documents use position_ids"
         )
     if mask is None and positions is None and layers is None:
         return Layout()
@@ -166,10 +169,10 @@ def make_layout(x: Tensor, mask: Tensor | None, positions: Tensor | None, layers
 
 
 class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
-    """The decoder with a language-modelling head.
+    """The decoder with a language-modeling head.
 
-    While training with `labels` the loss is computed in chunks of tokens and no logits are returned
-    (`logits=None`); pass `return_logits=True` to get them as well.
+    In training with `labels` the loss is computed in chunks of tokens and `logits` is None; pass
+    `return_logits=True` to get them as well.
 
     Args:
         config: a `GrapeConfig`.

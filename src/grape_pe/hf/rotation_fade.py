@@ -1,4 +1,4 @@
-"""Leaving RoPE gradually: the rotation of an adapted model fades while it is trained, until only biases are left.
+"""`RotationFade`: reduce the rotation of an adapted model to zero during training, until only biases are left.
 
 model = adapt(model, "rope+fox", train="all")
 fade = RotationFade(model, steps=1000)
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ..checks import check_integer
 from ..encodings import Encoding
 from ..encodings.registry import ENTRIES
 from ..encodings.rotary import Rotary
@@ -23,20 +24,19 @@ from .fade import without_rotation
 
 
 class RotationFade:
-    """Multiplies the frequencies of all layers by a strength that falls from 1 to 0 in equal steps.
+    """Multiplies the frequencies of all layers by a strength that decreases from 1 to 0 in equal steps.
 
-    At 0 the rotation is taken out: "rope+fox" becomes "fox", and "rope" becomes "nope" (DroPE). The strength is in
-    `model.config.rotation` and is saved with the model: after loading, `RotationFade(model, steps)` with the same
-    `steps` goes on from there. Make a new KV cache after a step: cached keys have the old frequencies.
+    At 0 the rotation is removed: "rope+fox" becomes "fox", and "rope" becomes "nope" (DroPE). The strength is saved
+    with the model, in `model.config.rotation`; after loading, `RotationFade(model, steps)` with the same `steps`
+    continues. Use a new KV cache after a step, because cached keys have the old frequencies.
 
     Args:
-        model: a model changed by `adapt`, or PEFT's model of one.
-        steps: the number of calls of `step` from strength 1 to 0.
+        model: a model changed by `adapt`, or a PEFT model of one.
+        steps: number of calls of `step` from strength 1 to 0.
     """
 
     def __init__(self, model: nn.Module, steps: int) -> None:
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps!r}")
+        check_integer("steps", steps)
         self.model = _adapted(model)
         self.steps = steps
         self.done = round((1.0 - self.strength) * steps)
@@ -44,15 +44,16 @@ class RotationFade:
 
     @property
     def strength(self) -> float:
-        """What is left of the rotation: 1 at first, 0 at the end."""
+        """The factor of the frequencies: 1 at first, 0 at the end."""
         return float(self.model.config.rotation)
 
     @property
     def finished(self) -> bool:
+        """Whether the strength is 0."""
         return self.strength == 0.0
 
     def step(self) -> float:
-        """One step; returns the new strength. Further calls after the last change nothing."""
+        """Reduce the strength by one step and return it. After the last step further calls have no effect."""
         if self.finished:
             return 0.0
         if self.set(self.done + 1) == 0.0:
@@ -60,7 +61,7 @@ class RotationFade:
         return self.strength
 
     def set(self, done: int) -> float:
-        """The strength after `done` steps, for a run that was resumed; the rotation stays in, also at 0."""
+        """Set and return the strength after `done` steps, to resume a run. Does not remove the rotation at 0."""
         self.done = done
         self.model.config.rotation = strength = max(0.0, 1.0 - done / self.steps)
         for part in self.model.modules():
@@ -72,8 +73,8 @@ class RotationFade:
         base = self.model.base_model
         if any(isinstance(part, Rotary) and part.query_factor != 1.0 for part in self.model.modules()):
             raise ValueError(
-                "YaRN's attention factor belongs to a rotation that stays: without it the logits would jump. To fade "
-                "the rotation out, adapt without scaling, or set attention_factor to 1.0"
+                "a rotation with YaRN's attention factor cannot be faded out, because the logits would jump at the "
+                "end; adapt without scaling, or set attention_factor to 1.0"
             )
         for i in range(len(base.layers)):
             if not isinstance(base.encoding_of(i), Encoding):
@@ -84,12 +85,11 @@ class RotationFade:
                 )
 
     def take_out(self) -> None:
-        """Biases alone: the same modules in encodings without the rotation, and a configuration that says so.
-
-        Needed after `set` only; the strength must be 0.
-        """
+        """Remove the rotation from encodings and configuration, at strength 0. Only needed after `set`."""
         if not self.finished:
-            raise ValueError(f"the rotation still has strength {self.strength:g}; fade it to 0 first")
+            raise ValueError(
+                f"the rotation can be removed at strength 0, got {self.strength:g}; call step() or set({self.steps})"
+            )
         config, base = self.model.config, self.model.base_model
         left = [part for part in config.encoding.split("+") if part not in ROTATIONS]
         count = 1 if config.shared_encoding else len(base.layers)
@@ -100,7 +100,7 @@ class RotationFade:
 
 
 def _options_of(left: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The options that belong to the parts that are left."""
+    """The options of the remaining parts."""
     known = {name for part in left for name in ENTRIES[part].options()}
     return {name: value for name, value in options.items() if name in left or name in known}
 

@@ -1,4 +1,4 @@
-"""`Attention`, a layer with any encoding, and the two modules it may hold: `KVShift`, `RMSNorm`."""
+"""`Attention`, an attention layer with any encoding, and the modules it uses: `KVShift` and `RMSNorm`."""
 
 from .attention import Attention
 from .kv_shift import KVShift

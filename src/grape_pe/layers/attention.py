@@ -4,7 +4,7 @@
     y = layer(x)                                # (B, T, 512), causal
 
 Letters: B batch, T new tokens, C width, H query heads, Hkv key heads, D features of a head.
-Parameters have the names of Hugging Face's Llama, so that tools which look for them find them.
+Parameters have the names of Hugging Face's Llama, for tools that select modules by name.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ class Attention(nn.Module):
 
     Args:
         width: features of the input and the output.
-        heads: query heads.
-        kv_heads: key heads, if fewer; must divide `heads`.
-        head_dim: features of a head; width / heads unless given.
+        heads: number of query heads.
+        kv_heads: number of key heads; must divide `heads`, which is the default.
+        head_dim: features of a head; width / heads by default.
         encoding: a name for `grape.build`, such as "rope", "grape-ap" or "rope+fox". None only inside a
-            model whose layers share one encoding, which then calls `run`.
+            model whose layers share one encoding.
         encoding_options: options of the encoding, as for `grape.build`.
-        window: a token sees fewer than `window` tokens back, itself included; all if None.
-        sinks: the number of first tokens that stay visible outside the window.
-        qk_norm: RMS-normalise queries and keys, with learned weights, before they are encoded; "after":
-            after the rotation, which breaks the exact relative law (as True for encodings without a
-            rotation).
-        kv_shift: mix each projected key and value with those of the token before.
+        window: a token attends to itself and to the `window` - 1 tokens before it; to all tokens if None.
+        sinks: number of initial keys visible outside the window.
+        qk_norm: True normalizes queries and keys (RMSNorm with learned weights) before the encoding; "after"
+            normalizes them after the rotation, which breaks the relative law (for encodings without a rotation it is
+            the same as True); False does not normalize them.
+        kv_shift: whether to mix each projected key and value with those of the token before.
         norm_eps: epsilon of the norms.
-        output_norm: RMS-normalise the attention output of each head, with one learned weight for all heads.
-        output_gate: multiply the attention output, after the norm, by sigmoid(W x), with x the layer's
+        output_norm: whether to apply an RMSNorm to the attention output of each head, with weights shared by all
+            heads.
+        output_gate: whether to multiply the attention output, after the norm, by sigmoid(W x), with x the layer's
             input.
     """
 
@@ -95,15 +96,15 @@ class Attention(nn.Module):
         self.encoding = None if encoding is None else build(encoding, **sizes, **options)
 
     def reset_parameters(self) -> None:
-        """Initialise again, as after `to_empty`."""
+        """Initialize all parameters, for example after `to_empty`."""
         parts = (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm)
         for part in (*parts, self.o_norm, self.g_proj, self.kv_shift, self.encoding):
             if part is not None:
                 part.reset_parameters()
 
     def extra_repr(self) -> str:
-        seen = "" if self.window is None else f", window={self.window}, sinks={self.sinks}"
-        return f"{self.width}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{seen}"
+        window = "" if self.window is None else f", window={self.window}, sinks={self.sinks}"
+        return f"{self.width}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{window}"
 
     def forward(
         self,
@@ -114,17 +115,21 @@ class Attention(nn.Module):
         cache: StreamingCache | None = None,
         parallel: ContextParallel | None = None,
     ) -> Tensor:
-        """The attended values (B, T, C); zeros at padding.
+        """Compute attention.
 
         Args:
             x: (B, T, C).
-            positions: (T,) or (B, T), if they are not those that follow; where they fall, a document begins.
-                (T, n) or (B, T, n), and required, for an encoding with n coordinates.
-            documents: (T,) or (B, T) ids of packed sequences: each is a sequence of its own, and an id is not
-                used twice. With a cache, the first goes on if its id is the last one's (0 at first).
-            padding: (B, T) bool, True where there is no token, anywhere in a sequence.
-            cache: from `cache()`; the tokens then continue those before.
-            parallel: the ranks that share each sequence; x has this rank's tokens (`parallel.split`).
+            positions: (T,) or (B, T). By default they continue from the last token; where they decrease, a document
+                starts. For an encoding with n coordinates required, (T, n) or (B, T, n).
+            documents: ids of packed documents, (T,) or (B, T), each used once. Tokens attend only to their own
+                document. With a cache, the first document continues the cached one if their ids are equal; tokens
+                cached without ids have id 0.
+            padding: bool (B, T), True where a sequence has no token, in any column.
+            cache: a cache from `cache()`. The tokens then continue the cached ones.
+            parallel: the ranks that share each sequence. x then has the tokens of this rank (`parallel.split`).
+
+        Returns:
+            The attention output, (B, T, C), zero at padding.
         """
         encoding = self._own_encoding()
         check_input(x, self.width)
@@ -137,18 +142,23 @@ class Attention(nn.Module):
         return self.run(x, layout, encoding, cache)[0]
 
     def cache(self, *, capacity: int | None = None, rollback: int = 128) -> StreamingCache:
-        """An empty cache for this layer; `capacity` preallocates, `rollback` bounds `crop`."""
+        """Create an empty cache for this layer.
+
+        Args:
+            capacity: number of tokens to allocate storage for at once; None to grow as needed.
+            rollback: number of tokens that `StreamingCache.crop` can remove.
+        """
         return self.make_cache(self._own_encoding(), capacity=capacity, rollback=rollback)
 
-    # For models: arguments are checked once a call, and one layout serves all layers ----------------
+    # For models, which check arguments and make a layout once for all layers -------------------------
 
     def make_cache(self, encoding: Encoding, **settings: Any) -> StreamingCache:
-        """An empty cache for this layer with the model's `encoding`; `settings` are `StreamingCache`'s."""
+        """Create an empty cache for this layer with the model's `encoding` and settings of `StreamingCache`."""
         own = {"window": self.window, "sinks": self.sinks, "shift": self.kv_shift, **self.norms(encoding)}
         return StreamingCache(encoding, **{**own, **settings})
 
     def norms(self, encoding: Encoding) -> dict[str, Any]:
-        """The norms that `StreamingCache` applies: of keys before the encoding, or of both sides after it."""
+        """The arguments `key_norm` and `norm_after` of `StreamingCache`."""
         if self.qk_norm == "after" and rotates(encoding):
             check_norm_after(encoding)
             return {"key_norm": None, "norm_after": (self.q_norm, self.k_norm)}
@@ -163,15 +173,25 @@ class Attention(nn.Module):
         weights: bool = False,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attended values (B, T, C); with `weights` also the dense attention (B, H, T, Tk).
+        """`forward` after the checks.
 
-        With `wanted` (n,), indices into the B * T tokens of a call without padding, the values (1, n, C) of these.
+        Args:
+            x: (B, T, C).
+            layout: the layout of the call.
+            encoding: the encoding of this layer.
+            cache: the cache of this layer.
+            weights: whether to return attention weights as well.
+            wanted: indices (n,) into the B * T tokens, to compute the output of these only; needs a call without
+                padding.
+
+        Returns:
+            The attention output, (B, T, C), or (1, n, C) with `wanted`; and the weights (B, H, T, Tk), or None.
         """
         x = layout.pack(x)
         masks: dict[str, Any] = {} if self.window is None else {"window": self.window, "sinks": self.sinks}
         norms = self.norms(encoding)
         q, k, v = self.project(x, self.q_norm if norms["norm_after"] is None else None)
-        inputs = see(q, k, v, x, layout, encoding, cache, self.kv_shift, **norms, **masks)
+        inputs = attention_inputs(q, k, v, x, layout, encoding, cache, self.kv_shift, **norms, **masks)
         y = inputs.attend()
         if wanted is not None:
             y = split_heads(pick(y.transpose(1, 2).flatten(2), wanted), y.shape[-1]).transpose(1, 2)
@@ -180,7 +200,7 @@ class Attention(nn.Module):
         return layout.unpack(y), dense_weights(inputs, layout, cache) if weights else None
 
     def write(self, y: Tensor, x: Tensor) -> Tensor:
-        """(B, T, C) from what the heads read, (B, H, T, D): output norm, gate, projection."""
+        """Apply output norm, gate and projection to the output of the heads: (B, H, T, D) -> (B, T, C)."""
         y = y.transpose(1, 2)
         if self.o_norm is not None:
             y = self.o_norm(y).to(x.dtype)
@@ -190,7 +210,7 @@ class Attention(nn.Module):
         return self.o_proj(y)  # type: ignore[no-any-return]
 
     def project(self, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, H, T, D), (B, Hkv, T, D) twice; queries by `norm`, keys not yet: they are shifted before."""
+        """Project x to q (B, H, T, D), k and v (B, Hkv, T, D). `norm` applies to q; that of k follows the KV-shift."""
         q, k, v = (split_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if norm is not None:
             q = norm(q).to(v.dtype)
@@ -199,23 +219,26 @@ class Attention(nn.Module):
     def _own_encoding(self) -> Encoding:
         if self.encoding is None:
             raise ValueError(
-                "this layer was built with encoding=None, for a model that shares one encoding among its "
-                "layers; call the model, or build the layer with the name of an encoding"
+                "this layer has encoding=None, because its model has one encoding for all layers; call the model, or "
+                "build the layer with the name of an encoding"
             )
         return self.encoding
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, T, H * D) as (B, T, H, D), for no tokens as well."""
+    """Reshape (B, T, H * D) to (B, T, H, D), also for T = 0."""
     return x.view(*x.shape[:2], x.shape[2] // head_dim, head_dim)
 
 
 def pick(x: Tensor, wanted: Tensor) -> Tensor:
-    """(1, n, C): these of the B * T tokens of (B, T, C). An embedding, whose gradient is quicker than an index's."""
+    """Select tokens by indices (n,) into the B * T tokens of (B, T, C): (1, n, C).
+
+    By F.embedding, whose backward is faster than that of indexing.
+    """
     return F.embedding(wanted, x.flatten(0, 1)).unsqueeze(0)
 
 
-def see(
+def attention_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -228,9 +251,9 @@ def see(
     norm_after: Norms | None = None,
     **masks: Any,
 ) -> AttentionInputs:
-    """All that the packed tokens of a call see: with a cache also what came before.
+    """Encode the packed tokens of a call and return the arguments of their attention, with cached keys if any.
 
-    `masks` (window, sinks) are for calls without a cache; a cache has its own.
+    `masks` (window and sinks) apply to calls without a cache; a cache has its own.
     """
     if cache is not None:
         return cache.extend(q, k, v, x, layout)
@@ -243,13 +266,13 @@ def see(
 def dense_weights(
     inputs: AttentionInputs, layout: Layout, cache: StreamingCache | None, **options: Any
 ) -> Tensor:
-    """The attention weights (B, H, T, Tk) in the order of the call."""
+    """Compute the attention weights, (B, H, T, Tk), in the order of the call."""
     dense = inputs.weights(**options)
     if inputs.k.shape[2] == dense.shape[2]:
         return layout.unpack(layout.unpack(dense, 2), 3)
     if cache is not None and cache.sequences.gaps:
         raise ValueError(
-            "output_attentions is not available after padding between tokens, because the cache holds none "
-            "of it; leave the cache out (use_cache=False)"
+            "output_attentions is not available after padding between tokens, which the cache does not store; "
+            "use use_cache=False"
         )
     return layout.unpack(dense, 2)

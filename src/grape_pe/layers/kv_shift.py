@@ -1,4 +1,4 @@
-"""KV-shift: each key and value is mixed with that of the token before (Eq. K1)."""
+"""KV-shift: mix each key and value with those of the token before (Eq. K1)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ Shifted = tuple[Tensor, Tensor]
 
 
 class KVShift(nn.Module):
-    """k_t <- a_t k_{t-1} + (1 - a_t) k_t with a = sigmoid(w_h . x_t); the same for v with its own gate.
+    """Mixes k_t <- a_t k_{t-1} + (1 - a_t) k_t with a_t = sigmoid(w_h . x_t), and v_t with its own gate.
 
-    k and v are the projected ones, before any norm; before the first token stands zero. The state is the
-    unmixed k and v, (B, Hkv, T, D) each, of which only the last token is read again.
+    k and v are the projected ones, before any norm. The first token is mixed with zero.
 
     Args:
         width: features of the layer's input x.
-        kv_heads: key heads.
+        kv_heads: number of key heads.
     """
 
     def __init__(self, width: int, kv_heads: int) -> None:
@@ -32,7 +31,18 @@ class KVShift(nn.Module):
     def forward(
         self, k: Tensor, v: Tensor, x: Tensor, state: Shifted | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Shifted]:
-        """Mixed k and v, and the state. `starts` (B|1, T) is True where a sequence begins afresh."""
+        """Mix keys and values.
+
+        Args:
+            k: (B, Hkv, T, D).
+            v: (B, Hkv, T, Dv).
+            x: the layer's input, (B, T, width).
+            state: the unmixed k and v of earlier tokens, of which the last token is read; None at the start.
+            starts: (B|1, T), True at the first token of a document.
+
+        Returns:
+            Mixed k, mixed v, and the new state.
+        """
         before = (None, None) if state is None else state
         mixed = [
             _mix(now, earlier, torch.sigmoid(gate(x)).transpose(1, 2).unsqueeze(-1), starts)

@@ -1,4 +1,4 @@
-"""The language model in plain PyTorch: `Decoder`, of `blocks` and `loss`."""
+"""`Decoder`, a language model in plain PyTorch, with its configuration, files and loss."""
 
 from .config import DecoderConfig
 from .decoder import Decoder, DecoderCache

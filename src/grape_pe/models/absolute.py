@@ -1,4 +1,4 @@
-"""Absolute positions, added to the embeddings: sinusoids or a learned table."""
+"""Absolute position embeddings: sinusoids or a learned table, added to the token embeddings."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from torch import Tensor, nn
 from ..cache import Layout
 from ..precision import exact_dtype, readable
 
-#: the standard deviation of embeddings at the start
+#: initial standard deviation of embeddings
 EMBEDDING_STD = 0.02
 KINDS = ("sinusoidal", "learned")
 
 
 class AbsolutePositions(nn.Module):
-    """x + p(n), n the position of a token in its sequence or document.
+    """Adds an embedding of the position to x.
 
-    "sinusoidal": p has sin(n w_i) and cos(n w_i) at features 2i and 2i + 1, w_i = 10000^(-2i / width), times the
-    standard deviation with which embeddings start (Vaswani et al., 2017, multiply the embeddings instead).
-    "learned": row n of a table of `length` rows; positions beyond it are refused.
+    Args:
+        kind: "sinusoidal" or "learned". Sinusoids of position n are sin(n w_i) and cos(n w_i) at features 2i and
+            2i + 1, with w_i = 10000^(-2i / width), times the initial standard deviation of token embeddings
+            (Vaswani et al., 2017, scale the token embeddings instead).
+        width: features of x.
+        length: number of positions of a learned table; larger positions raise an error.
     """
 
     def __init__(self, kind: str, width: int, length: int) -> None:
@@ -32,12 +35,14 @@ class AbsolutePositions(nn.Module):
             nn.init.normal_(self.weight, std=EMBEDDING_STD)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x (B, T, width) as the call gave it, with padding anywhere."""
+        """Add the embeddings to x, (B, T, width), in the order of the call, before packing."""
         places = layout.positions
         if places is None:
             places = torch.arange(x.shape[1], device=x.device)[None]
         if places.dim() == 3:
-            raise ValueError("absolute positions need one coordinate; use absolute=None with coords=2 or 3")
+            raise ValueError(
+                f"absolute positions need one coordinate, got {places.shape[2]}; use absolute=None for this encoding"
+            )
         found = self._sinusoids(places) if self.weight is None else self._rows(places, layout)
         return x + layout.unpack(found.to(x.dtype).expand_as(x))
 
@@ -51,13 +56,15 @@ class AbsolutePositions(nn.Module):
     def _rows(self, places: Tensor, layout: Layout) -> Tensor:
         assert self.weight is not None
         if places.is_floating_point():
-            raise ValueError(f'absolute="learned" has rows for whole positions only, got {places.dtype}')
+            raise ValueError(
+                f'absolute="learned" needs integer positions, got {places.dtype}; use absolute="sinusoidal"'
+            )
         wrong = (places < 0) | (places >= self.length)
         if layout.padding is not None:
             wrong = wrong & ~layout.pack(layout.padding)
         message = (
-            f'positions must be from 0 to below max_positions={self.length}, the rows of absolute="learned"; '
-            'set a larger max_positions and train it, or use absolute="sinusoidal"'
+            f'positions must be from 0 to {self.length - 1} for absolute="learned" with max_positions={self.length}; '
+            'train with a larger max_positions, or use absolute="sinusoidal"'
         )
         if places.is_cuda or not readable(places):
             torch._assert_async(~wrong.any(), message)

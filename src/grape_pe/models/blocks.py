@@ -1,6 +1,6 @@
-"""The blocks of the decoder: the attention layer, SwiGLU, pre-norm residuals.
+"""The blocks of the decoder: attention and SwiGLU with pre-norm residuals.
 
-Parameters carry the names of Hugging Face's Llama, so that tools which look for them find them.
+Parameters have the names of Hugging Face's Llama, for tools that select modules by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .config import DecoderConfig
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The feed-forward layer down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU, each added to the residual stream."""
+    """A decoder block: attention and SwiGLU, each after an RMSNorm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def reset_parameters(self) -> None:
-        """Matrices N(0, 0.5/sqrt(width)), the two that write to the stream a further 1/sqrt(layers)."""
+        """Initialize matrices by N(0, 0.5/sqrt(width)), the two output projections by 1/sqrt(layers) of that."""
         std, attn, mlp = 0.5 / self.width**0.5, self.self_attn, self.mlp
         for linear in (attn.q_proj, attn.k_proj, attn.v_proj, attn.g_proj, mlp.gate_proj, mlp.up_proj):
             if linear is not None:
@@ -69,7 +69,7 @@ class Block(nn.Module):
         weights: bool = False,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The stream after this block, and the attention weights if asked for; `wanted` as for `Attention.run`."""
+        """The residual stream after the block, and the attention weights or None; arguments as for `Attention.run`."""
         used = encoding if encoding is not None else self.self_attn.encoding
         assert used is not None
         y, dense = self.self_attn.run(self.input_layernorm(x), layout, used, cache, weights, wanted)

@@ -1,4 +1,4 @@
-"""What a decoder is made of: one typed object, the same for plain PyTorch and Hugging Face."""
+"""`DecoderConfig`, the configuration of a decoder in plain PyTorch and in Hugging Face."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ..checks import check_integer
 from ..encodings import Encoding, build
 from ..layers import Attention
 from ..layers.arguments import QKNorm, check_qk_norm
 from .absolute import KINDS, AbsolutePositions
 from .by_layer import LayerSetting, label, layer_settings, options_for
 
-#: our names and those of Hugging Face's configurations, in which models are saved
+#: field names here and in Hugging Face's configurations, the format of saved models
 HF_NAMES = {
     "vocab_size": "vocab_size",
     "width": "hidden_size",
@@ -36,42 +37,42 @@ HF_NAMES = {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-#: fields that configurations saved by earlier versions lack
+#: fields that configurations saved by earlier versions do not have
 LATER = ("output_norm", "output_gate", "absolute", "max_positions")
 SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_positions")
-#: rows of a table of learned positions, unless given
+#: default number of learned absolute positions
 MAX_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and options of a decoder; every default is that of the paper's experiments.
+    """Sizes and options of a decoder. The defaults are those of the paper's experiments.
 
     Args:
-        vocab_size: tokens of the vocabulary.
+        vocab_size: number of tokens in the vocabulary.
         width: features of the residual stream.
         layers: number of blocks.
-        heads: query heads.
-        kv_heads: key heads, if fewer; must divide `heads`.
-        head_dim: features of a head; width / heads unless given.
-        hidden: features inside the SwiGLU, floor(8/3 width) unless given.
+        heads: number of query heads.
+        kv_heads: number of key heads; must divide `heads`, which is the default (0).
+        head_dim: features of a head; width / heads by default (0).
+        hidden: features inside the SwiGLU; floor(8/3 width) by default (0).
         encoding: a name for `grape.build`, such as "grape-m+grape-ap"; or a list of names, which repeats
             over the layers. "grape-m@w128" also sets the window of its layers.
-        encoding_options: options of the encoding; of several, each gets those it has.
-        window: a token sees fewer than `window` tokens back, itself included; a list repeats over the
-            layers, with None for layers that see all tokens.
-        sinks: number of first tokens visible outside every window.
-        shared_encoding: one encoding for the whole model instead of one for each layer.
-        kv_shift: mix each key and value with the previous one.
-        qk_norm: RMS-normalise queries and keys before they are encoded; "after": after the rotation, as the
-            authors' RoPE and GRAPE-M models do.
+        encoding_options: options of the encoding. Different encodings each get the options that they have.
+        window: a token attends to itself and to the `window` - 1 tokens before it; None for all tokens. A list
+            repeats over the layers.
+        sinks: number of initial keys visible outside the windows.
+        shared_encoding: whether all layers share one encoding and its parameters.
+        kv_shift: whether to mix each key and value with those of the token before.
+        qk_norm: True normalizes queries and keys before the encoding; "after" normalizes them after the rotation, as
+            the authors' RoPE and GRAPE-M models do; False does not normalize them.
         norm_eps: epsilon of the norms.
-        tied: one matrix for the embedding and the head.
-        output_norm: RMS-normalise each head's attention output.
-        output_gate: multiply the attention output by sigmoid(W x).
-        absolute: add absolute positions to the embeddings, "sinusoidal" or "learned"; the encoding acts as well,
-            so use "nope" for these alone.
-        max_positions: rows of the learned table; longer sequences are refused.
+        tied: whether embedding and head share one matrix.
+        output_norm: whether to normalize the attention output of each head.
+        output_gate: whether to multiply the attention output by sigmoid(W x).
+        absolute: absolute positions to add to the token embeddings, "sinusoidal" or "learned", in addition to the
+            encoding; use the encoding "nope" to have only these.
+        max_positions: number of learned absolute positions; longer sequences raise an error.
     """
 
     vocab_size: int = 50304
@@ -114,22 +115,22 @@ class DecoderConfig:
     def _check_layers(self) -> None:
         self._fill("sinks", 0)
         for name in ("encoding", "window"):
-            if isinstance(self.__dict__[name], tuple):  # config.json holds lists
+            if isinstance(self.__dict__[name], tuple):  # config.json has lists
                 object.__setattr__(self, name, list(self.__dict__[name]))
         names = list(dict.fromkeys(each.encoding for each in self.by_layer))
         if self.shared_encoding and len(names) > 1:
             raise ValueError(
-                f"shared_encoding needs one encoding for all layers, got {', '.join(names)}; windows may differ"
+                f"shared_encoding needs one encoding for all layers, got {', '.join(names)}; only windows may differ"
             )
 
     @property
     def by_layer(self) -> list[LayerSetting]:
-        """Encoding and window of each layer."""
+        """The encoding and the window of each layer."""
         return layer_settings(self.encoding, self.window, self.sinks, self.layers)
 
     @property
     def encoding_label(self) -> str:
-        """The encodings in one line."""
+        """The encodings in one line, for reports."""
         return label(self.encoding)
 
     def _fill(self, name: str, value: int) -> None:
@@ -138,9 +139,7 @@ class DecoderConfig:
 
     def _check(self, *names: str) -> None:
         for name in names:
-            value = self.__dict__[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            check_integer(name, self.__dict__[name])
 
     @classmethod
     def medium(cls, **changes: Any) -> DecoderConfig:
@@ -153,6 +152,7 @@ class DecoderConfig:
         return cls(**{"width": 1280, "layers": 36, "heads": 10, **changes})
 
     def build_encoding(self, layer: int = 0) -> Encoding:
+        """Build the encoding of a layer."""
         name = self.by_layer[layer].encoding
         return build(
             name,
@@ -164,17 +164,17 @@ class DecoderConfig:
         )
 
     def build_absolute(self) -> AbsolutePositions | None:
-        return (
-            None
-            if self.absolute is None
-            else AbsolutePositions(self.absolute, self.width, self.max_positions)
-        )
+        """Build the absolute positions, if the model has any."""
+        if self.absolute is None:
+            return None
+        return AbsolutePositions(self.absolute, self.width, self.max_positions)
 
     def options_of(self, name: str) -> dict[str, Any]:
+        """The options of the encoding of this name."""
         return options_for(name, [each.encoding for each in self.by_layer], self.encoding_options)
 
     def build_attention(self, layer: int) -> Attention:
-        """The attention of a layer; without an encoding of its own if the layers share one."""
+        """Build the attention of a layer, with encoding=None if the layers share one."""
         own = self.by_layer[layer]
         return Attention(
             self.width,
@@ -193,7 +193,7 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The same under Hugging Face's field names."""
+        """The configuration with Hugging Face's field names."""
         values = {f.name: self.__dict__[f.name] for f in fields(self)}
         return {HF_NAMES[name]: value for name, value in values.items()} | {
             "encoding_options": dict(self.encoding_options)
@@ -201,8 +201,8 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> DecoderConfig:
-        """From a configuration under Hugging Face's field names; other fields there are not ours."""
+        """Create from a configuration with Hugging Face's field names. Other fields are ignored."""
         missing = [theirs for ours, theirs in HF_NAMES.items() if theirs not in values and ours not in LATER]
         if missing:
-            raise ValueError(f"not the configuration of a grape model: it lacks {', '.join(missing)}")
+            raise ValueError(f"not the configuration of a grape model: it does not have {', '.join(missing)}")
         return cls(**{ours: values[theirs] for ours, theirs in HF_NAMES.items() if theirs in values})

@@ -1,4 +1,4 @@
-"""The language model: one decoder for every encoding, as plain PyTorch.
+"""`Decoder`, a causal language model in plain PyTorch, with any encoding.
 
 model = Decoder(DecoderConfig(width=256, layers=4, heads=4, encoding="grape-ap"))
 loss = model(tokens, targets=targets)
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class DecoderCache:
-    """What all layers keep of the tokens so far. See `StreamingCache` for what each call does.
+    """The caches of all layers. Its methods are those of `StreamingCache`.
 
     Args:
-        layers: one cache for each layer.
+        layers: the cache of each layer.
     """
 
     def __init__(self, layers: list[StreamingCache]) -> None:
@@ -39,6 +39,7 @@ class DecoderCache:
 
     @property
     def length(self) -> int:
+        """Number of tokens of the longest sequence."""
         return self.layers[0].length
 
     def _each(self, change: Callable[[StreamingCache], Any]) -> Self:
@@ -47,23 +48,28 @@ class DecoderCache:
         return self
 
     def crop(self, tokens: int | Sequence[int] | Tensor) -> Self:
+        """Remove the last `tokens` tokens: one number, or one for each sequence."""
         return self._each(lambda layer: layer.crop(tokens))
 
     def select(self, index: Tensor) -> Self:
+        """Keep the sequences `index` of the batch, in that order."""
         return self._each(lambda layer: layer.select(index))
 
     def repeat(self, times: int) -> Self:
+        """Repeat every sequence `times` times, as `torch.repeat_interleave` does."""
         return self._each(lambda layer: layer.repeat(times))
 
     def reset(self) -> Self:
+        """Remove all tokens and release the storage."""
         return self._each(lambda layer: layer.reset())
 
     def fork(self) -> DecoderCache:
+        """Return an independent copy of the cache."""
         return DecoderCache([layer.fork() for layer in self.layers])
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and the last norm: tokens to hidden states."""
+    """Embedding, blocks and final norm: the decoder without its head."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -84,9 +90,11 @@ class Trunk(nn.Module):
                 part.reset_parameters()
 
     def encodings(self) -> list[Encoding]:
+        """The encoding of each layer."""
         return [self.encoding_of(i) for i in range(len(self.layers))]
 
     def encoding_of(self, layer: int) -> Encoding:
+        """The encoding of a layer, its own or the shared one."""
         own = self.layers[layer].self_attn.encoding  # type: ignore[union-attr]
         found = own if self.encoding is None else self.encoding
         assert isinstance(found, Encoding)
@@ -100,12 +108,12 @@ class Trunk(nn.Module):
         checkpointing: bool = False,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (B, T, C); with `wanted` (n,), indices into the B * T tokens, those of these, (1, n, C)."""
+        """Hidden states, (B, T, C); with `wanted`, indices (n,) into the B * T tokens, only theirs, (1, n, C)."""
         x = self.embed_tokens(tokens)
         x = x if self.absolute is None else self.absolute(x, layout)
         for i, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[i]
-            rows = wanted if i + 1 == len(self.layers) else None  # what comes after attention is row by row
+            rows = wanted if i + 1 == len(self.layers) else None  # later layers need the output of all tokens
             if checkpointing:
                 x, _ = checkpoint(block, x, layout, self.encoding, wanted=rows, use_reentrant=False)  # type: ignore[misc]
             else:
@@ -116,8 +124,8 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A causal language model with any encoding.
 
-    `gradient_checkpointing` recomputes each block in the backward pass. Built under `torch.device("meta")`
-    it takes no memory; `to_empty` and `reset_parameters` then make it real.
+    Set `gradient_checkpointing` to recompute each block in the backward pass. Under `torch.device("meta")` it is
+    built without memory; then call `to_empty` and `reset_parameters`.
 
     Args:
         config: sizes and options.
@@ -132,16 +140,18 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Initialize all parameters."""
         self.model.reset_parameters()
         if self.lm_head is not None:
             nn.init.normal_(self.lm_head.weight, std=0.5 / self.config.width**0.5)
 
     @property
     def head(self) -> Tensor:
-        """(V, C): what turns hidden states into logits."""
+        """The weight of the head, (V, C)."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def parameter_count(self) -> int:
+        """Number of parameters, with tied ones counted once."""
         return sum(p.numel() for p in self.parameters())
 
     def forward(
@@ -156,19 +166,23 @@ class Decoder(nn.Module):
         cache: DecoderCache | None = None,
         parallel: ContextParallel | None = None,
     ) -> Tensor:
-        """Logits (B, T, V); or, with `targets`, their mean cross entropy, computed in chunks.
+        """Compute logits or, with `targets`, the mean cross entropy, in chunks that never store all logits.
 
         Args:
-            tokens: (B, T) integer.
-            targets: (B, T), the token that follows each; -100 where nothing is to be predicted.
-            count: what the sum of losses is divided by, if not the number of targets.
-            documents: (T,) or (B, T) ids of packed sequences: each is a sequence of its own, and an id is not
-                used twice. With a cache, the first goes on if its id is the last one's (0 at first).
-            positions: (B|1, T), if they are not those that follow; where they fall, a document begins.
-            padding: (B, T) bool, True where there is no token, anywhere in a sequence.
-            cache: from `cache()`; the tokens then continue those before.
-            parallel: the ranks that share each sequence. Tokens and targets are those of this rank (`parallel.split`)
-                and so is the loss: with `count` for all ranks, losses and gradients of all ranks are to be added.
+            tokens: integers, (B, T).
+            targets: the token that follows each, (B, T); -100 where there is no target.
+            count: divisor of the summed loss; the number of targets by default.
+            documents: ids of packed documents, (T,) or (B, T), each used once. Tokens attend only to their own
+                document. With a cache, the first document continues the cached one if their ids are equal; tokens
+                cached without ids have id 0.
+            positions: (B|1, T). By default they continue from the last token; where they decrease, a document starts.
+            padding: bool (B, T), True where a sequence has no token, in any column.
+            cache: a cache from `cache()`. The tokens then continue the cached ones.
+            parallel: the ranks that share each sequence. Tokens, targets and loss are then those of this rank
+                (`parallel.split`). Pass the `count` of all ranks, and add the losses and gradients of all ranks.
+
+        Returns:
+            Logits, (B, T, V), or the loss, a scalar.
         """
         given = {"documents": documents, "positions": positions, "padding": padding}
         if targets is None:
@@ -190,13 +204,13 @@ class Decoder(nn.Module):
         parallel: ContextParallel | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states (B, T, C), of which the head makes logits; arguments as for `forward`.
+        """The last hidden states, (B, T, C), the input of the head.
 
-        With `wanted` (n,), indices into the B * T tokens of a call without padding, (1, n, C): the last layer then
-        computes only what these need.
+        Arguments are those of `forward`, and `wanted`: indices (n,) into the B * T tokens of a call without padding,
+        to compute only the hidden states of these, (1, n, C).
         """
         if tokens.dim() != 2:
-            raise ValueError(f"tokens must be (batch, tokens), got {tuple(tokens.shape)}")
+            raise ValueError(f"tokens must have shape (batch, tokens), got {tuple(tokens.shape)}")
         encoding, first = self.model.encoding_of(0), None if cache is None else cache.layers[0]
         if first is not None:
             check_model_cache(first, encoding)
@@ -215,10 +229,13 @@ class Decoder(nn.Module):
         window: int | None = None,
         sinks: int = 0,
     ) -> DecoderCache:
-        """An empty cache for decoding; `capacity` preallocates, `rollback` bounds `crop`.
+        """Create an empty cache for decoding.
 
-        With a `window`, a token sees fewer than so many tokens back, in every layer that has no smaller window
-        of its own, and the `sinks` first.
+        Args:
+            capacity: number of tokens to allocate storage for at once; None to grow as needed.
+            rollback: number of tokens that `DecoderCache.crop` can remove.
+            window: window of all layers that do not have a smaller one.
+            sinks: number of initial keys visible outside this window.
         """
         check_window(window, sinks)
         layers = []

@@ -1,4 +1,4 @@
-"""Saving the plain decoder, in the format of the Hugging Face model: either loads what the other wrote."""
+"""Save and load a `Decoder`, in the same format as the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
-    """Write the configuration, the weights, and what lets `AutoModel` find this package; all or nothing.
+    """Save a decoder, in a format that `AutoModelForCausalLM.from_pretrained` can load too.
+
+    Files are replaced only after all of them have been written.
 
     Args:
         model: the decoder.
-        directory: where to write.
+        directory: where to write; created if it does not exist.
+
+    Returns:
+        The directory.
     """
     st = require("safetensors.torch", "hf")
     directory = Path(directory)
@@ -45,10 +50,13 @@ def save_decoder(model: Decoder, directory: str | os.PathLike[str]) -> Path:
 
 
 def load_decoder(directory: str | os.PathLike[str]) -> Decoder:
-    """The decoder in a directory written by `save_decoder` or by the Hugging Face model's save_pretrained.
+    """Load a decoder saved by `save_decoder` or by `save_pretrained` of the Hugging Face model.
 
     Args:
         directory: where to read.
+
+    Returns:
+        The decoder, on the CPU.
     """
     directory = Path(directory)
     config, tensors = _read_config(directory), _read_weights(directory)
@@ -62,8 +70,8 @@ def load_decoder(directory: str | os.PathLike[str]) -> Decoder:
     )
     if wrong:
         raise ValueError(
-            f"{directory / WEIGHTS} is not the checkpoint of this configuration: {wrong[0]!r} and "
-            f"{len(wrong) - 1} others are missing, left over or of another shape"
+            f"{directory / WEIGHTS} does not fit its {CONFIG}: {wrong[0]!r} and {len(wrong) - 1} other tensors "
+            "are missing, unexpected or of another shape"
         )
     model.load_state_dict(tensors, assign=True)
     return model
@@ -72,10 +80,13 @@ def load_decoder(directory: str | os.PathLike[str]) -> Decoder:
 def _read_config(directory: Path) -> DecoderConfig:
     path = directory / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"no {CONFIG} in {directory}; save_decoder writes one")
+        raise FileNotFoundError(f"no {CONFIG} in {directory}; pass a directory written by save_decoder")
     content = json.loads(path.read_text())
     if content.get("model_type") != "grape":
-        raise ValueError(f"{path} describes a {content.get('model_type')!r} model, not a grape one")
+        raise ValueError(
+            f"{path} must have the model_type 'grape', got {content.get('model_type')!r}; "
+            "load other models with transformers"
+        )
     return DecoderConfig.from_hf({theirs: content.get(theirs) for theirs in HF_NAMES.values()})
 
 
@@ -84,7 +95,8 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     path = directory / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(
-            f"no {WEIGHTS} in {directory}; pickles are not read, because they can run code"
+            f"no {WEIGHTS} in {directory}; save the model with save_decoder (pickles are not supported, "
+            "because they can run code)"
         )
     try:
         tensors: dict[str, Tensor] = st.load_file(path)

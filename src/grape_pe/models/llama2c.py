@@ -1,4 +1,4 @@
-"""Models of llama2.c (its files without a version number): the weights as a `Decoder`, and its tables.
+"""Read models of llama2.c, in its file format without a version number.
 
 found = read_llama2c("stories15M.bin")
 found.decoder(tokens)                      # logits
@@ -19,7 +19,7 @@ from .config import DecoderConfig
 from .decoder import Decoder
 
 HEADER = ("width", "hidden", "layers", "heads", "kv_heads", "vocab", "context")  # 32-bit integers
-#: names of the decoder's tensors in the order of the file, without those of the whole model
+#: the decoder's tensors of each layer, in the order of the file
 BY_LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj",
@@ -28,9 +28,14 @@ BY_LAYER = (
 
 @dataclass(frozen=True, eq=False)
 class Llama2C:
-    """A model of llama2.c; `cos` and `sin` are the file's own tables, (context, D / 2), of interleaved planes.
+    """A model of llama2.c.
 
-    `pieces`: the bytes and score of each token, if the tokenizer follows in the file.
+    Args:
+        decoder: the model.
+        context: its training context.
+        cos: the file's table of cosines, (context, D / 2), for interleaved planes.
+        sin: the file's table of sines.
+        pieces: bytes and score of each token, if the file contains the tokenizer.
     """
 
     decoder: Decoder
@@ -41,7 +46,7 @@ class Llama2C:
 
 
 class _Reader:
-    """Floats of a file, one tensor after the other."""
+    """Reads the tensors of a file, one after the other."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes, self.place = path, path.read_bytes(), 4 * len(HEADER)
@@ -55,7 +60,7 @@ class _Reader:
         count = math.prod(shape)
         if len(self.bytes) < self.place + 4 * count:
             raise ValueError(
-                f"{self.path} is not a llama2.c model, or is cut short: it ends within the weights"
+                f"{self.path} is not a llama2.c model, or is truncated: it ends within the weights"
             )
         part = bytearray(self.bytes[self.place : self.place + 4 * count])
         self.place += 4 * count
@@ -63,7 +68,7 @@ class _Reader:
 
 
 def read_llama2c(path: str | os.PathLike[str]) -> Llama2C:
-    """Read a model of llama2.c; what follows the weights in the file is read as its tokenizer."""
+    """Read a model of llama2.c. Data after the weights is read as its tokenizer."""
     reader = _Reader(Path(path))
     sizes = reader.header()
     if (
@@ -75,7 +80,7 @@ def read_llama2c(path: str | os.PathLike[str]) -> Llama2C:
     config = _config(sizes)
     state, (cos, sin) = _weights(reader, config, sizes["context"])
     decoder = Decoder(config)
-    decoder.load_state_dict(state, strict=False)  # but the frequencies, which have no place in the file
+    decoder.load_state_dict(state, strict=False)  # the file has no frequencies
     return Llama2C(decoder.eval(), sizes["context"], cos, sin, _pieces(reader, config.vocab_size))
 
 
@@ -90,7 +95,7 @@ def _config(sizes: dict[str, int]) -> DecoderConfig:
         encoding="rope",
         encoding_options={"layout": "interleaved"},
         qk_norm=False,
-        tied=sizes["vocab"] > 0,  # a negative one says that the head is a matrix of its own
+        tied=sizes["vocab"] > 0,  # negative if the head has its own matrix
     )
 
 
@@ -119,14 +124,14 @@ def _weights(reader: _Reader, config: DecoderConfig, context: int) -> tuple[dict
 
 
 def _pieces(reader: _Reader, count: int) -> list[tuple[bytes, float]]:
-    """llama2.c's tokenizer: the longest length, then score, length and bytes of each token."""
+    """Read llama2.c's tokenizer: the largest length, then score, length and bytes of each token."""
     rest = reader.bytes[reader.place :]
     found: list[tuple[bytes, float]] = []
     place = 4
     while rest and len(found) < count:
         score, size = struct.unpack_from("<fi", rest, place) if place + 8 <= len(rest) else (0.0, len(rest))
         if place + 8 + size > len(rest):
-            raise ValueError(f"{reader.path}: the tokenizer after the weights is cut short")
+            raise ValueError(f"{reader.path}: the tokenizer after the weights is truncated")
         found.append((rest[place + 8 : place + 8 + size], score))
         place += 8 + size
     return found

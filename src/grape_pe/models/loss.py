@@ -1,9 +1,8 @@
-"""Cross entropy over a large vocabulary, in chunks of tokens: all the logits never exist at once.
+"""Cross entropy over a large vocabulary, in chunks of tokens, so that not all logits are in memory at once.
 
-The gradients of a chunk are formed together with its loss, so nothing is computed twice.
-
-torch's own `linear_cross_entropy` in chunks does the same, but (2.13) returns the loss of bfloat16 states in
-bfloat16, off by up to 0.4 %, and does not compile; here losses are sums in float32.
+The gradients of a chunk are computed together with its loss. torch 2.13 has a chunked `linear_cross_entropy` too, but
+for bfloat16 it returns the loss in bfloat16, with an error of up to 0.4 %, and it does not compile. Here losses are
+summed in float32.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from torch import Tensor
 from ..precision import autocasts, readable
 
 IGNORE = -100
-#: elements of one chunk's logits on a CPU (float32: 32 MB, about its cache)
+#: number of logits of a chunk on a CPU (32 MB in float32, about the size of its cache)
 CHUNK_ELEMENTS = 1 << 23
-#: on a GPU, the share of its memory that one chunk takes in float32; a copy or two in half precision besides
+#: on a GPU, the logits of a chunk in float32 take this share of its memory
 CHUNK_SHARE = 1 / 64
 
 
 def chunk_rows(head: Tensor) -> int:
-    """Tokens whose logits by `head` (V, C) are formed at once.
+    """Number of tokens of a chunk, for a head (V, C).
 
-    On a GPU by its size, not by the memory that is free now: sums of other chunks differ in the last bit, and
-    a run that is continued would not be the run that was not.
+    On a GPU it depends on the total memory, not on the free memory: other chunks change the last bits of a sum, and a
+    resumed run must give the same numbers.
     """
     elements = CHUNK_ELEMENTS
     if head.device.type == "cuda":
@@ -38,9 +37,9 @@ def chunk_rows(head: Tensor) -> int:
 def _chunked(
     hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of losses in float32, its gradient for hidden (N, C), for weight (V, C)); empty if not wanted."""
+    """The sum of losses in float32, and its gradients for hidden (N, C) and weight (V, C), or empty tensors."""
     counted = counted_rows(targets)
-    if counted is not None:  # rows without a target cost nothing
+    if counted is not None:  # leave out rows without a target
         total, d_rows, d_weight = _dense(hidden[counted], weight, targets[counted], hidden_grad, weight_grad)
         d_hidden = hidden.new_zeros(hidden.shape if hidden_grad else 0)
         return total, d_hidden.index_copy_(0, counted, d_rows) if hidden_grad else d_hidden, d_weight
@@ -48,7 +47,7 @@ def _chunked(
 
 
 def counted_rows(targets: Tensor) -> Tensor | None:
-    """The rows with a target, if there are others too. Only on the CPU: a GPU would have to wait for it."""
+    """Indices of rows with a target; None if all rows have one, or on a GPU, where reading them would be slow."""
     if targets.device.type != "cpu" or not readable(targets):
         return None
     found = (targets.reshape(-1) != IGNORE).nonzero().squeeze(-1)
@@ -73,7 +72,7 @@ def _dense(
             continue
         slope = logits.sub_(norm).exp_()  # softmax, in the storage of the logits
         slope.scatter_add_(-1, index, slope.new_full((), -1.0).expand_as(index))
-        if targets.device.type != "cpu":  # there the other rows were left out
+        if targets.device.type != "cpu":  # on the CPU all rows have a target
             slope.mul_(counted.unsqueeze(-1))
         slope = slope.to(hidden.dtype)
         if hidden_grad:
@@ -119,18 +118,21 @@ _chunked.register_autograd(_backward, setup_context=_setup)
 def cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, count: Tensor | int | float | None = None
 ) -> Tensor:
-    """Mean cross entropy of `hidden @ weight.T` against `targets`, in float32.
+    """Mean cross entropy of the logits `hidden @ weight.T`, computed in chunks of tokens.
 
     Args:
-        hidden: (…, C) last hidden states.
-        weight: (V, C) weight of the head.
-        targets: (…) integer, -100 where nothing is to be predicted.
-        count: what to divide the sum by; the number of targets unless given.
+        hidden: last hidden states, (…, C).
+        weight: weight of the head, (V, C).
+        targets: integers, (…); -100 where there is no target.
+        count: divisor of the summed loss; the number of targets by default.
+
+    Returns:
+        The loss, a scalar in float32.
     """
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if rows.shape[0] != wanted.shape[0]:
         raise ValueError(
-            f"targets must hold one token for each hidden state: expected {tuple(hidden.shape[:-1])}, "
+            f"targets must have shape {tuple(hidden.shape[:-1])}, one token for each hidden state, "
             f"got {tuple(targets.shape)}"
         )
     if autocasts(hidden):

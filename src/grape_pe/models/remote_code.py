@@ -1,6 +1,6 @@
-"""What lets the Hub and `AutoModel` load a saved model through this package."""
+"""The remote-code file of saved models, through which `AutoModel` loads them with this package."""
 
-#: written beside saved models, so that the Hub's remote code finds this package
+#: written beside saved models
 REMOTE_FILE = "modeling_grape.py"
 REMOTE_CODE = '''"""Loads this model through the grape-pe package: pip install 'grape-pe[hf]'."""
 
@@ -12,6 +12,6 @@ except ImportError as error:
 
 
 def auto_map(family: str = "Grape") -> dict[str, str]:
-    """Which class of `REMOTE_FILE` each Auto class uses, for models named `family`ForCausalLM and so on."""
+    """The `auto_map` of a configuration, for a model class named `family`ForCausalLM."""
     classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
     return {auto: f"modeling_grape.{family}{name}" for auto, name in classes.items()}

@@ -1,4 +1,4 @@
-"""`ContextParallel`: one sequence on several devices, for every rotation and every bias of slopes, paths and distances.
+"""`ContextParallel`: attention over sequences whose tokens are split over several devices.
 
     parallel = ContextParallel(group)                     # in every rank; None: all ranks
     x = parallel.split(x, dim=1)                          # this rank's tokens
@@ -10,7 +10,7 @@ Letters: B batch, H query heads, T tokens of this rank, N ranks; the sequence ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..attention.pruning import Prune
 from ..bias import NO_BIAS, Bias, DistanceBias, NoBias, PathBias, SlopeBias, SlopeTerm, parts_of
 from ..bias.base import join
 from ..encodings import Encoded, Encoding
-from ..encodings.base import Composite, State
+from ..encodings.base import Composite, State, map_state
 from ..precision import exact_dtype
 from .over_ring import Attention, Crossings, over_ring
 from .path import paths_of
@@ -31,14 +31,15 @@ KINDS = (NoBias, SlopeTerm, SlopeBias, PathBias, DistanceBias)
 
 
 class ContextParallel:
-    """Causal attention over a sequence whose tokens are divided among the N ranks of a process group.
+    """Causal attention over sequences whose tokens are split over the N ranks of a process group.
 
-    It supports slopes, path integrals and tables of distances; windows, sinks and documents raise a ValueError.
+    It supports all rotations, and biases of slopes, paths and distances. Windows, sinks and documents raise a
+    ValueError.
 
-    The sequence is cut into 2N equal chunks, and rank r holds chunks r and 2N-1-r, which gives all ranks the same work.
-    Keys, values and the key-side tensors of the bias go round from rank to rank; the softmax over all of them is
-    merged by logsumexp. In the backward pass they go round again with their gradients. Results and gradients are
-    deterministic. All ranks must call the same methods in the same order.
+    Each sequence is cut into 2N equal chunks. Rank r has chunks r and 2N-1-r, so all ranks do the same work. Keys,
+    values and key-side bias tensors are passed from rank to rank in a ring, and the softmax is merged by logsumexp. The
+    backward pass passes them around again, with their gradients. Results and gradients are deterministic. All ranks
+    must call the same methods in the same order.
 
     Args:
         group: a process group of `torch.distributed`; all ranks by default.
@@ -47,7 +48,7 @@ class ContextParallel:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
-                "context parallelism needs torch.distributed: start with torchrun and call "
+                "context parallelism needs torch.distributed, which is not initialized; start with torchrun and call "
                 "torch.distributed.init_process_group() first"
             )
         group = dist.group.WORLD if group is None else group
@@ -56,18 +57,23 @@ class ContextParallel:
         self._agreed: set[str] = set()
 
     def tokens(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """(T,): the places in a sequence of `length` tokens of those that this rank holds."""
+        """Indices of this rank's tokens in a sequence of `length` tokens, (T,).
+
+        Args:
+            length: tokens of the whole sequence, a multiple of 2N and at least 4N.
+            device: device of the result.
+        """
         chunks = self.ring.chunks
         if length % chunks or length < 2 * chunks:
             raise ValueError(
-                f"a sequence over {self.ring.size} ranks is cut into {chunks} chunks of at least 2 tokens: its length "
-                f"must be a multiple of {chunks} and at least {2 * chunks}, got {length}; pad or shorten it"
+                f"the length of a sequence over {self.ring.size} ranks must be a multiple of {chunks} and at least "
+                f"{2 * chunks}, got {length}; pad or shorten the sequence"
             )
         of_chunk = torch.arange(length, device=device).view(chunks, -1)
-        return of_chunk[list(self.ring.held(self.ring.rank))].flatten()
+        return of_chunk[list(self.ring.chunks_of(self.ring.rank))].flatten()
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a tensor that holds the whole sequence along `dim`."""
+        """Select this rank's tokens of x, which has the whole sequence along `dim`."""
         return x.index_select(dim, self.tokens(x.shape[dim], x.device))
 
     @torch.compiler.disable
@@ -81,11 +87,21 @@ class ContextParallel:
         v: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Encoded:
-        """What the encoding makes of this rank's tokens as parts of the whole sequence.
+        """Encode this rank's tokens as parts of the whole sequence.
 
-        All arguments hold this rank's tokens; `positions` are by default their places in the whole sequence. A running
-        sum (FoX, grape-m-ctx) starts at the sum of all chunks before, for which its last values are gathered from all
+        A running sum (FoX, grape-m-ctx) continues from the sum over all chunks before, which is gathered from all
         ranks; such an encoding is called three times.
+
+        Args:
+            encoding: the encoding.
+            q: queries of this rank, (B, H, T, D).
+            k: keys of this rank, (B, Hkv, T, D).
+            x: the attention block's input of this rank, (B, T, C); needed by contextual encodings only.
+            v: values of this rank, (B, Hkv, T, Dv); needed by `grape-ap` with probe="v" only.
+            positions: positions of this rank's tokens; by default their indices in the whole sequence.
+
+        Returns:
+            Encoded q and k, and the bias, for `attend`.
         """
         length = self._checked_length(q)
         if positions is None and encoding.coords == 1:
@@ -94,7 +110,7 @@ class ContextParallel:
         if code.state is None:
             return code
         check_adds(encoding, code.state)
-        before = _mapped(lambda state: self._sums_before(state, length), code.state)
+        before = map_state(lambda state: self._sums_before(state, length), code.state)
 
         def of_chunk(i: int) -> Encoded:
             first, half = i * length // 2, length // 2
@@ -105,7 +121,7 @@ class ContextParallel:
                 x=None if x is None else x.narrow(1, first, half),
                 v=None if v is None else v.narrow(2, first, half),
                 positions=at,
-                state=_mapped(lambda sums: sums[i], before),
+                state=map_state(lambda sums: sums[i], before),
             )
 
         first, second = of_chunk(0), of_chunk(1)
@@ -127,28 +143,38 @@ class ContextParallel:
         prune: Prune = "auto",
         impl: str = "auto",
     ) -> Tensor:
-        """Causal `grape.attend` of this rank's queries over the keys of all ranks: (B, H, T, Dv).
+        """Causal attention of this rank's queries over the keys of all ranks.
 
         Args:
-            q, k, v, bias: of this rank's tokens; `encode` makes them.
-            window, sinks, documents: refused.
-            scale, prune, impl: as for `grape.attend`, for each block.
+            q: encoded queries of this rank, (B, H, T, D).
+            k: encoded keys of this rank, (B, Hkv, T, D).
+            v: values of this rank, (B, Hkv, T, Dv).
+            bias: the bias of this rank's tokens, from `encode`.
+            window: must be None.
+            sinks: must be 0.
+            documents: must be None.
+            scale: factor of <q, k>; 1/sqrt(D) by default.
+            prune: as for `grape.attend`.
+            impl: as for `grape.attend`.
+
+        Returns:
+            The attention output of this rank's queries, (B, H, T, Dv).
         """
         bias = NO_BIAS if bias is None else bias
         check_supported(bias, {"window": window, "sinks": sinks or None, "documents": documents})
         length = self._checked_length(q)
         if k.shape[2] != length or v.shape[2] != length:
             raise ValueError(
-                f"every rank needs as many keys as queries, its own; got {length} queries, {k.shape[2]} keys and "
-                f"{v.shape[2]} values"
+                f"q, k and v must have this rank's tokens, got {length} queries, {k.shape[2]} keys and "
+                f"{v.shape[2]} values; split all of them with ContextParallel.split"
             )
         bias.check(q.shape[0], q.shape[1], length, length)
         self._agree(q, k, v, *bias.tensors().values())
         rows, paths = [q], paths_of(bias)
         if paths:
-            views, traces = zip(*(([path.probe_q, path.rate], path.probe_k) for path in paths), strict=True)
+            of_queries = [x for path in paths for x in (path.probe_q, path.rate)]
             crossings = Crossings(self.ring, paths, q.shape[0], impl)
-            (each,) = over_ring(crossings, [x for pair in views for x in pair], traces)
+            (each,) = over_ring(crossings, of_queries, [path.probe_k for path in paths])
             rows.append(after(each))
         work = Attention(self.ring, bias, q.shape[-1] ** -0.5 if scale is None else scale, prune, impl)
         out, _ = over_ring(
@@ -158,7 +184,7 @@ class ContextParallel:
 
     @torch.compiler.disable
     def shift(self, module: nn.Module, k: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """KV-shift of this rank's tokens: each chunk begins with the last token of the one before it."""
+        """Apply a `KVShift` to this rank's tokens. Each chunk continues from the last token of the chunk before."""
         ends = [y.unflatten(2, (2, -1))[:, :, :, -1:].movedim(2, 0) for y in (k, v)]  # (2, B, Hkv, 1, D)
         before = [self.ring.before(y) for y in ends]
         chunks = zip(k.chunk(2, 2), v.chunk(2, 2), x.chunk(2, 1), *before, strict=True)
@@ -168,74 +194,68 @@ class ContextParallel:
     def _checked_length(self, q: Tensor) -> int:
         if q.dim() != 4 or q.shape[2] % 2 or q.shape[2] < 4:
             raise ValueError(
-                "q must be (B, H, T, D) with this rank's tokens, two chunks of at least 2 (ContextParallel.split "
-                f"makes them), got shape {tuple(q.shape)}"
+                "q must have shape (B, H, T, D), with an even number T >= 4 of this rank's tokens (see "
+                f"ContextParallel.split), got {tuple(q.shape)}"
             )
         return q.shape[2]
 
     def _agree(self, *tensors: Tensor) -> None:
-        """Raise in every rank if one has other shapes: their messages would not fit. Asked once for each shape."""
+        """Raise a ValueError in all ranks if their shapes or dtypes differ. Equal shapes are checked only once."""
         shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
         if shapes in self._agreed:
             return
-        told: list[Any] = [None] * self.ring.size
-        dist.all_gather_object(told, shapes, group=self.ring.group)
-        odd = [rank for rank, each in enumerate(told) if each != told[0]]
+        gathered: list[Any] = [None] * self.ring.size
+        dist.all_gather_object(gathered, shapes, group=self.ring.group)
+        odd = [rank for rank, each in enumerate(gathered) if each != gathered[0]]
         if odd:
             raise ValueError(
-                f"all ranks must hold tensors of the same shapes and dtypes, got [{told[0]}] in rank 0 and "
-                f"[{told[odd[0]]}] in rank {odd[0]}; pad the batch or the sequence"
+                f"all ranks must have tensors of the same shapes and dtypes, got [{gathered[0]}] in rank 0 and "
+                f"[{gathered[odd[0]]}] in rank {odd[0]}; pad the batch or the sequence"
             )
         self._agreed.add(shapes)
 
     def _sums_before(self, state: Tensor, length: int) -> Tensor:
-        """(2, B, n, 1): for our two chunks the sum before them, from running sums over one after the other."""
+        """The sums over all tokens before this rank's two chunks, (2, B, n, 1), from its running sums."""
         middle, end = state[..., -length // 2 - 1], state[..., -1]
         return self.ring.before(torch.stack([middle, end - middle]), summed=True).unsqueeze(-1)
 
 
 def check_supported(bias: Bias, masks: Mapping[str, Any]) -> None:
-    """Raise if attention with these cannot be split over devices."""
+    """Raise a ValueError if attention with this bias and these masks cannot be split over devices."""
     for name, given in masks.items():
         if given is not None:
             raise ValueError(
-                f"context parallelism has causal attention without further masks, got {name}; leave it out, or use "
-                "grape.attend with the sequence on one device"
+                f"context parallelism supports causal attention without further masks, got {name}; leave it out, or "
+                "use grape.attend with the sequence on one device"
             )
     for part in parts_of(bias):
         if not isinstance(part, KINDS):
             raise ValueError(
-                f"context parallelism cannot split a {type(part).__name__}, a function of token indices on one device; "
-                "it has biases of slopes, paths and distances"
+                f"context parallelism cannot split a {type(part).__name__}, only biases of slopes, paths and "
+                "distances; use grape.attend with the sequence on one device"
             )
 
 
 def check_adds(encoding: Encoding, state: State) -> None:
-    """Raise unless all states are running sums: others cannot be continued from totals."""
+    """Raise a ValueError unless all states are running sums, which can continue from a total."""
     if isinstance(encoding, Composite):
         for part, each in zip(encoding.parts.values(), state, strict=True):
             check_adds(part, each)  # type: ignore[arg-type]
     elif state is not None and not encoding.state_adds:
         raise ValueError(
-            f"context parallelism cannot continue the state of {type(encoding).__name__} from one device to the next, "
-            "because it is not a running sum; if it is one, set the class attribute state_adds = True"
+            f"context parallelism cannot continue the state of {type(encoding).__name__} from one device to the next; "
+            "if the state is a running sum, set the class attribute state_adds = True"
         )
 
 
-def _mapped(change: Callable[[Tensor], Tensor], state: State) -> State:
-    if isinstance(state, tuple):
-        return tuple(_mapped(change, each) for each in state)
-    return None if state is None else change(state)
-
-
 def joined(first: Bias, second: Bias) -> Bias:
-    """The bias of two chunks of tokens; what the queries of a chunk share is the same for both."""
+    """Join the biases of two chunks of tokens. Tensors that all queries share are equal in both."""
     other = second.tensors()
     tensors = {name: x if x.shape[2] == 1 else join(x, other[name]) for name, x in first.tensors().items()}
     return first.replaced(tensors)
 
 
 def after(each: Tensor) -> Tensor:
-    """(…, 2N): from what each chunk adds, the sum over the chunks after it."""
+    """For each of the 2N chunks, along the last axis, the sum of `each` over the chunks after it."""
     later = each.to(exact_dtype(each.device)).flip(-1).cumsum(-1).flip(-1)
     return torch.cat([later[..., 1:], torch.zeros_like(later[..., :1])], -1).to(each.dtype)

@@ -1,7 +1,7 @@
-"""Attention of one's own queries to the keys of all ranks, a block at a time, forward and backward.
+"""Forward and backward of attention over the keys of all ranks, one block of keys at a time.
 
-Nothing of another rank is kept: in the backward pass the blocks go round again, each with its gradient. Tensors of a
-rank: `rows` run along its queries (those of one token are shared by all), `keys` along its keys.
+No tensor of another rank is kept: the backward pass receives all blocks again, and each carries its gradient. `rows`
+are query-side tensors of this rank (those with one token are shared by all queries), `keys` are key-side tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..attention import attend
 from ..attention.problem import no_second_derivative
 from ..attention.pruning import Prune
 from ..bias import Bias, PathBias
+from ..bias.base import of_rows
 from ..precision import working_dtype
 from .path import crossing, followed, paths_of
 from .ring import Ring
@@ -27,20 +28,27 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A chunk of our queries, at `rows`, and one of another rank's keys, at `cols`, that they see."""
+    """A chunk of this rank's queries and a visible chunk of keys of some rank.
+
+    Args:
+        rows: the queries, in tensors of this rank.
+        cols: the keys, in tensors of that rank.
+        number: number of the chunk of keys in the sequence.
+        own: whether both are the same chunk.
+    """
 
     rows: slice
     cols: slice
-    number: int  # of the chunk of keys
-    own: bool  # the two are the same chunk
+    number: int
+    own: bool
 
 
 def pairs(ring: Ring, other: int, tokens: int) -> Iterator[Pair]:
-    """What our queries see of a rank that holds as many tokens as we do."""
+    """All pairs of this rank's chunks of queries with visible chunks of keys of rank `other`."""
     half = tokens // 2
     parts = slice(0, half), slice(half, tokens)
-    for rows, ours in zip(parts, ring.held(ring.rank), strict=True):
-        for cols, theirs in zip(parts, ring.held(other), strict=True):
+    for rows, ours in zip(parts, ring.chunks_of(ring.rank), strict=True):
+        for cols, theirs in zip(parts, ring.chunks_of(other), strict=True):
             if theirs <= ours:
                 yield Pair(rows, cols, theirs, theirs == ours)
 
@@ -49,28 +57,35 @@ Kind = TypeVar("Kind", bound=Bias)
 
 
 def without_data(bias: Kind) -> Kind:
-    """The bias as a form to fill in: held until the backward pass, it keeps no memory."""
+    """The bias with its tensors on the meta device, so that it uses no memory until the backward pass."""
     return bias.map(lambda x: x.detach().to("meta"))
 
 
-def along(x: Tensor, part: slice) -> Tensor:
-    return x if x.shape[2] == 1 else x[:, :, part]
-
-
 class Attention:
-    """out and lse of our queries. rows: q, what crosses the chunks (B, H, T, 2N) if there is a path, views."""
+    """Output and logsumexp of this rank's queries.
+
+    Its `rows` are q, the result of `Crossings` summed over later chunks (B, H, T, 2N) if there is a path, and the
+    query-side tensors of the bias. Its `keys` are k, v, and the key-side tensors of the bias.
+
+    Args:
+        ring: the ranks.
+        bias: the bias of this rank's tokens.
+        scale: factor of <q, k>.
+        prune: as for `grape.attend`.
+        impl: as for `grape.attend`.
+    """
 
     def __init__(self, ring: Ring, bias: Bias, scale: float, prune: Prune, impl: str) -> None:
         self.ring, self.scale, self.prune, self.impl = ring, scale, prune, impl
         self.bias, self.has_path = without_data(bias), bool(paths_of(bias))
 
     def of_pair(self, rows: Tensors, keys: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of one pair; the logsumexp with what the chunks between add to all its logits."""
-        q, *views = (along(x, pair.rows) for x in rows)
-        k, v, *traces = (x[:, :, pair.cols] for x in keys)
-        carried = views.pop(0)[..., pair.number] if self.has_path else None
+        """Output and logsumexp of one pair. The path over the chunks between adds to the logsumexp."""
+        q, *query_tensors = (of_rows(x, pair.rows) for x in rows)
+        k, v, *key_tensors = (x[:, :, pair.cols] for x in keys)
+        between = query_tensors.pop(0)[..., pair.number] if self.has_path else None
         names = [*self.bias.query_tensors(), *self.bias.key_tensors()]
-        bias = self.bias.replaced(dict(zip(names, [*views, *traces], strict=True)))
+        bias = self.bias.replaced(dict(zip(names, [*query_tensors, *key_tensors], strict=True)))
         hidden = None
         if self.has_path and not pair.own:
             more = q.shape[2] - 1
@@ -80,7 +95,7 @@ class Attention:
             q, k, v, bias=bias, causal=self.has_path or pair.own, key_padding=hidden,
             scale=self.scale, prune=self.prune, impl=self.impl, return_lse=True,
         )  # fmt: skip
-        return out, lse if carried is None else lse + carried
+        return out, lse if between is None else lse + between
 
     def forward(self, rows: Tensors, keys: Tensors) -> tuple[Tensor, Tensor]:
         q, v = rows[0], keys[1]
@@ -95,7 +110,7 @@ class Attention:
     def pulled_back(
         self, rows: Tensors, keys: Tensors, pair: Pair, results: Tensors, grads: Tensors
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The results of a pair and their gradients."""
+        """The results of a pair, each with its gradient."""
         out, lse, d_out, d_lse = (x[:, :, pair.rows] for x in (*results, *grads))
         ours, our_lse = self.of_pair(rows, keys, pair)
         weight = share(our_lse.detach(), lse)
@@ -104,16 +119,25 @@ class Attention:
 
 
 class Crossings:
-    """(B, H, T, 2N): what each chunk of keys adds to the logits of all keys before it, one result."""
+    """The sum of the paths over each whole chunk of keys, (B, H, T, 2N), which is added to all keys before the chunk.
+
+    Its `rows` are probe_q and rate of each path, its `keys` are probe_k of each path.
+
+    Args:
+        ring: the ranks.
+        paths: the paths of this rank's bias.
+        batch: B.
+        impl: as for `grape.attend`.
+    """
 
     def __init__(self, ring: Ring, paths: list[PathBias], batch: int, impl: str) -> None:
         self.ring, self.batch, self.impl = ring, batch, impl
         self.paths = [without_data(path) for path in paths]
 
     def of_pair(self, rows: Tensors, keys: Tensors, pair: Pair) -> Tensor:
-        views = iter([along(x, pair.rows) for x in rows])
+        each = iter([of_rows(x, pair.rows) for x in rows])
         paths = [
-            path.replaced({"probe_q": next(views), "rate": next(views), "probe_k": probe_k[:, :, pair.cols]})
+            path.replaced({"probe_q": next(each), "rate": next(each), "probe_k": probe_k[:, :, pair.cols]})
             for path, probe_k in zip(self.paths, keys, strict=True)
         ]
         return crossing(paths, self.batch, pair.own, self.impl)
@@ -134,7 +158,7 @@ class Crossings:
 
 
 def share(lse: Tensor, total: Tensor) -> Tensor:
-    """The part of a row's weight that lies in a block; 0 in a row that sees nothing."""
+    """The share of a block in the softmax weight of each row; 0 for a row without visible keys."""
     return (lse - total.masked_fill(total == float("-inf"), 0.0)).exp()
 
 
@@ -147,7 +171,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def over_ring(work: Attention | Crossings, rows: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
-    """The results of all pairs; differentiable once."""
+    """Compute the results of all pairs, with a first derivative."""
     return _OverRing.apply(work, len(rows), *rows, *keys)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -162,7 +186,7 @@ class _OverRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
-        saved = ctx.saved_tensors  # read once: gradient checkpointing allows no second time
+        saved = ctx.saved_tensors  # read only once, as gradient checkpointing requires
         tensors, results = saved[: len(needs)], saved[len(needs) :]
         with torch.no_grad():
             found: Tensors = _all_gradients(ctx.work, ctx.count, tensors, needs, results, grads)
@@ -183,7 +207,7 @@ def _all_gradients(
     results: Tensors,
     grads: Tensors,
 ) -> list[Tensor]:
-    """Of the tensors that need one, over all ranks."""
+    """Gradients of the tensors that need one, summed over all ranks."""
     rows = _leaves(tensors[:count], needs)
     ours = [x for x in rows if x.requires_grad]
     of_rows: Tensors = []
@@ -193,7 +217,7 @@ def _all_gradients(
         theirs = [x for x in keys if x.requires_grad]
         made = _gradients(work, rows, keys, other, results, grads, [*ours, *theirs])
         of_rows = _added(of_rows, made[: len(ours)])
-        # the sum for a block travels with it, one step behind, and ends where the block comes from
+        # the gradient of a block is passed on one step after the block, and ends at the rank of the block
         of_keys = work.ring.passed_on(_added(of_keys, made[len(ours) :]))
     needing = [x for x, need in zip(tensors, needs, strict=True) if need]
     return [grad.to(x.dtype) for grad, x in zip([*of_rows, *of_keys], needing, strict=True)]
@@ -212,12 +236,12 @@ def _gradients(
     grads: Tensors,
     wanted: Tensors,
 ) -> list[Tensor]:
-    """What one block of keys adds to the gradients of `wanted`, in at least float32."""
+    """The part of one block of keys in the gradients of `wanted`, in at least float32."""
     with torch.enable_grad():
-        seen = pairs(work.ring, other, rows[0].shape[2])
-        found = [each for pair in seen for each in work.pulled_back(rows, keys, pair, results, grads)]
-    outputs, towards = zip(*((x, d) for x, d in found if x.requires_grad), strict=True)
-    made = torch.autograd.grad(outputs, wanted, towards, materialize_grads=True)
+        visible = pairs(work.ring, other, rows[0].shape[2])
+        found = [each for pair in visible for each in work.pulled_back(rows, keys, pair, results, grads)]
+    outputs, of_outputs = zip(*((x, d) for x, d in found if x.requires_grad), strict=True)
+    made = torch.autograd.grad(outputs, wanted, of_outputs, materialize_grads=True)
     return [x.to(working_dtype(x.dtype)) for x in made]
 
 

@@ -1,4 +1,4 @@
-"""Path biases between distant chunks: tokens that cost a path nothing, and the cost of crossing a whole chunk."""
+"""Path biases over several chunks: padding with keys that add nothing to a path, and the sum over a whole chunk."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from ..attention import attend
 from ..bias import Bias, PathBias, parts_of
 from ..precision import working_dtype
 
-#: z of an edge that costs nothing: -log sigmoid(128) is 1e-56, which no dtype adds to anything
+#: argument of the link for an edge of practically 0: -log sigmoid(128) is 1e-56
 FREE = 128.0
 
 
 def paths_of(bias: Bias) -> list[PathBias]:
+    """The paths in a bias."""
     return [part for part in parts_of(bias) if isinstance(part, PathBias)]
 
 
 def followed(bias: Bias, count: int) -> Bias:
-    """The bias with `count` more keys, whose edges cost nothing; the caller hides them.
+    """Append `count` keys with edges of 0 to a bias; the caller masks them.
 
-    `attend` places the last query at the last key. With as many keys more as there are queries, less one, every
-    query stands behind all real keys, and the paths of all rows run over all of them.
+    `attend` aligns the last query with the last key. With one key less appended than there are queries, every query
+    comes after all real keys, so the paths of all rows go over all of them.
     """
     parts = [
         _path_followed(part, count) if isinstance(part, PathBias) else _repeated(part, count)
@@ -44,21 +45,21 @@ def _repeated(bias: Bias, count: int) -> Bias:
 
 
 def _path_followed(path: PathBias, count: int) -> PathBias:
-    """One feature more, 0 for real keys: with it an edge of the new keys has z = FREE."""
+    """Append keys by one more feature of the probes, 0 for real keys, that makes <p, P> / features = FREE."""
     keys, width = path.probe_k.shape[2:]
     root = math.sqrt(FREE * (width + 1))
     probe_k = F.pad(path.probe_k, (0, 1, 0, count))
     probe_k[:, :, keys:, -1] = root
-    # an edge is <p, P> / features: there is one more
+    # the product is divided by the number of features, which is now one more
     probe_q = F.pad(path.probe_q * ((width + 1) / width), (0, 1), value=root)
     return replace(path, probe_q=probe_q, probe_k=probe_k)
 
 
 def crossing(paths: list[PathBias], batch: int, own: bool, impl: str) -> Tensor:
-    """(B, H, Tq): what it adds to the logit of a key before the chunk that the path runs over the whole chunk.
+    """The sum of the paths over a whole chunk, (B, H, Tq), which is added to the logits of all keys before it.
 
-    With `own` the queries are those of the chunk and the path ends at each query. It is the logsumexp of attention
-    to one key in front of the chunk, all others hidden, with q = 0: so every kernel can compute it.
+    With `own` the queries are those of the chunk, and the sum ends at each query. Computed as the logsumexp of
+    attention with q = 0 to a single key before the chunk, so that all kernels support it.
     """
     probe, heads = paths[0].probe_q, paths[0].rate.shape[1]
     fronted: list[Bias] = [replace(path, probe_k=F.pad(path.probe_k, (0, 0, 1, 0))) for path in paths]

@@ -1,7 +1,7 @@
-"""Messages between ranks that each hold a part of a sequence: blocks that go round, and what comes from earlier parts.
+"""`Ring`: communication between ranks that share a sequence.
 
-A sequence is cut into 2N chunks for N ranks, and rank r holds chunks r and 2N-1-r ("zigzag"): a causal query sees the
-keys before it, and so every rank has the same work at every step.
+The sequence is cut into 2N chunks for N ranks, and rank r has chunks r and 2N-1-r ("zigzag"), so that causal attention
+is the same work for every rank at every step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """The ranks of a process group in a circle: each sends to the next."""
+    """The ranks of a process group, where each sends to the next.
+
+    Args:
+        group: the process group.
+        rank: this rank.
+        size: number of ranks, N.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -25,16 +31,17 @@ class Ring:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks, 2N."""
         return 2 * self.size
 
-    def held(self, rank: int) -> tuple[int, int]:
-        """The numbers of the two chunks of a rank, in the order in which it holds them."""
+    def chunks_of(self, rank: int) -> tuple[int, int]:
+        """The numbers of the two chunks of a rank, in the order of its tokens."""
         return rank, self.chunks - 1 - rank
 
     def blocks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """(rank, its tensors) of all ranks: one's own, then those of the rank before, and so on.
+        """(rank, its tensors) for all ranks: first this one, then the rank before, and so on.
 
-        The next block is on its way while the caller computes with this one.
+        The next block is received while the caller computes with this one.
         """
         block = [x.contiguous() for x in tensors]
         for step in range(self.size):
@@ -44,32 +51,34 @@ class Ring:
                 block = _received(*coming, block)
 
     def passed_on(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of the rank before, like ours, which go to the next."""
+        """Send tensors to the next rank, and return those of the rank before."""
         if self.size == 1 or not tensors:
             return list(tensors)
         return _received(*self._exchange(tensors), tensors)
 
     def _exchange(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Tensor, Tensor]:
-        """One message of bytes each way; it is there when the works are done."""
+        """Start to send tensors to the next rank and to receive those of the rank before, as bytes."""
         ours = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in tensors])
         theirs = torch.empty_like(ours)
         after, before = ((self.rank + step) % self.size for step in (1, -1))
         ways = (dist.isend, ours, after), (dist.irecv, theirs, before)
         operations = [dist.P2POp(way, x, group=self.group, group_peer=peer) for way, x, peer in ways]
-        # `ours` is returned as well: it must live until it is sent
+        # `ours` is returned so that it is not freed before it is sent
         return dist.batch_isend_irecv(operations), theirs, ours
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(N, …): x of every rank; differentiable, and summed in the order of the ranks."""
+        """Gather x from all ranks, (N, …). Differentiable; gradients are summed in the order of the ranks."""
         return _Gathered.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def before(self, ours: Tensor, summed: bool = False) -> Tensor:
-        """(2, …): of something that each of our two chunks has, that of the chunks before them, or the sum over all
-        before; zero before the first."""
+        """The value of the chunk before each of this rank's chunks, (2, …), or with `summed` the sum over all before.
+
+        `ours` has the values of this rank's two chunks, (2, …). Before the first chunk the value is zero.
+        """
         of_ranks = self.gathered(ours)  # (N, 2, …)
         ordered = torch.cat([of_ranks[:, 0], of_ranks[:, 1].flip(0)])[:-1]
         ordered = torch.cat([torch.zeros_like(ordered[:1]), ordered])
-        return (ordered.cumsum(0) if summed else ordered)[list(self.held(self.rank))]
+        return (ordered.cumsum(0) if summed else ordered)[list(self.chunks_of(self.rank))]
 
 
 def _received(works: list[Any], message: Tensor, _: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -88,7 +97,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # each rank needs the sum of its slice over all ranks; all_reduce would leave the order to the backend
+        # the sum of this rank's slice over all ranks, not by all_reduce, whose order of summation may vary
         return _all(grad, ctx.ring)[:, ctx.ring.rank].sum(0), None
 
 

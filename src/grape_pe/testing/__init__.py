@@ -1,4 +1,4 @@
-"""Public checks for encodings: the laws (`laws`), and random cases against dense computations (`fuzz`)."""
+"""Checks for encodings, also your own: the group laws (`laws`), and random cases against dense attention (`fuzz`)."""
 
 from .laws import (
     TOL,

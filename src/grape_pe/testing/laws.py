@@ -1,13 +1,13 @@
-"""The laws an encoding must keep, as functions: for our own tests and for yours.
+"""Checks of the laws of encodings, for tests.
 
     from grape_pe import testing
 
     testing.assert_relative_law(enc)        # scores do not change when all positions shift
     testing.assert_streaming(enc)           # any split of the sequence gives the same scores
 
-Each raises AssertionError with the worst deviation, or `LawDoesNotHold` where the encoding itself
-documents that it cannot keep the law. `relative_law_error`, `composition_error`, `path_composition_error`,
-`linearity_error` and `streaming_error` return the deviation as a number, also of an encoding that breaks the law.
+Each raises an AssertionError with the largest deviation, or `LawDoesNotHold` if the encoding declares that the law does
+not hold. `relative_law_error`, `composition_error`, `path_composition_error`, `linearity_error` and `streaming_error`
+return the deviation as a number, for any encoding.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ..encodings.base import Encoding, Tokens, check_positions
 from ..encodings.rotary import RotationEncoding
 from ..groups import Unipotent, lift_key, lift_query, matrix_exp, score, slope_generator
 
-#: How far two computations of the same thing may be apart, relative to max(1, |value|).
+#: allowed deviation of two computations of the same value, relative to max(1, |value|)
 TOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
 
 class LawDoesNotHold(Exception):
-    """The encoding says itself that it does not keep this law, and why."""
+    """The encoding declares that this law does not hold (`Encoding.breaks_relative_law`); the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Random tokens that fit an encoding.
+    """Random inputs of an encoding.
 
     Args:
-        q: (B, H, T, D).
-        k: (B, Hkv, T, D).
-        v: (B, Hkv, T, D).
-        x: (B, T, C), or None if the encoding was built without a width.
-        positions: (T,), or (T, n) with n coordinates.
+        q: queries, (B, H, T, D).
+        k: keys, (B, Hkv, T, D).
+        v: values, (B, Hkv, T, D).
+        x: the attention block's input, (B, T, C); None if the encoding has no width.
+        positions: (T,), or (T, n) for n coordinates.
     """
 
     q: Tensor
@@ -52,25 +52,30 @@ class Sample:
     positions: Tensor
 
     def cut(self, part: slice) -> Sample:
+        """Select tokens."""
         x = None if self.x is None else self.x[:, part]
         q, k, v = (t[:, :, part] for t in (self.q, self.k, self.v))
         return Sample(q, k, v, x, self.positions[part])
 
     def at(self, positions: Tensor) -> Sample:
+        """Return the same tokens at other positions."""
         return Sample(self.q, self.k, self.v, self.x, positions)
 
 
 def sample(
     enc: Encoding, *, batch: int = 2, tokens: int = 12, dtype: torch.dtype | None = None, seed: int = 0
 ) -> Sample:
-    """Unit normal q, k, v and x for `enc`, at positions 0 … tokens-1 (a random grid in 2D and 3D).
+    """Draw inputs from a standard normal distribution, at positions 0 … tokens-1 (random ones in 2D and 3D).
 
     Args:
         enc: the encoding.
         batch: B.
         tokens: T.
-        dtype: of the tensors; by default float64 if the encoding is, else float32.
-        seed: of the random numbers.
+        dtype: dtype of the tensors; by default float64 if the encoding is in float64, else float32.
+        seed: seed of the random numbers.
+
+    Returns:
+        The inputs.
     """
     dtype = dtype or parameter_dtype(enc)
     generator = torch.Generator().manual_seed(seed)
@@ -89,17 +94,20 @@ def sample(
 
 
 def parameter_dtype(enc: Encoding) -> torch.dtype:
-    """float64 only if the encoding was moved there."""
+    """float64 if all parameters and buffers are in float64, else float32."""
     dtypes = {t.dtype for t in (*enc.parameters(), *enc.buffers()) if t.is_floating_point()}
     return torch.float64 if dtypes == {torch.float64} else torch.float32
 
 
 def scores(enc: Encoding, data: Sample) -> Tensor:
-    """All logits (B, H, T, T): scaled product plus bias, in float64 from the encoded q and k.
+    """Compute all logits, scale <q, k> + b, in float64 from the encoded q and k.
 
     Args:
         enc: the encoding.
-        data: the tokens.
+        data: the inputs.
+
+    Returns:
+        The logits, (B, H, T, T).
     """
     code = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
     return _logits(code.q, code.k, code.bias.dense(), enc.shape.group)
@@ -112,21 +120,21 @@ def _logits(q: Tensor, k: Tensor, bias: Tensor | None, group: int) -> Tensor:
 
 
 def deviation(got: Tensor, want: Tensor) -> float:
-    """The largest |got - want| relative to max(1, |want|); infinite where one of them alone is not finite."""
+    """The largest |got - want| relative to max(1, |want|); infinite if only one of them is finite."""
     got, want = got.double(), want.double()
-    apart = ((got - want).abs() / want.abs().clamp_min(1.0)).nan_to_num(nan=math.inf, posinf=math.inf)
-    apart = apart.masked_fill(got == want, 0.0)
-    return apart.max().item() if apart.numel() else 0.0
+    off = ((got - want).abs() / want.abs().clamp_min(1.0)).nan_to_num(nan=math.inf, posinf=math.inf)
+    off = off.masked_fill(got == want, 0.0)
+    return off.max().item() if off.numel() else 0.0
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, what: str, slack: float = 1.0) -> None:
-    """|got - want| <= slack * TOL[dtype] * max(1, |want|), everywhere.
+    """Check that |got - want| <= slack * TOL[dtype] * max(1, |want|) for all elements.
 
     Args:
         got: the result.
         want: the expected result.
-        dtype: selects the tolerance `TOL[dtype]`.
-        what: named in the error.
+        dtype: dtype of the computation, which selects the tolerance.
+        what: name of the result in the error message.
         slack: factor of the tolerance.
     """
     _allow(deviation(got, want), dtype, what, slack)
@@ -140,12 +148,12 @@ def _allow(worst: float, dtype: torch.dtype, what: str, slack: float = 1.0) -> N
 def relative_law_error(
     enc: Encoding, data: Sample | None = None, *, shift: float | Sequence[float] = 1000
 ) -> float:
-    """How much causal scores change when every position is shifted by the same amount.
+    """The largest change of causal scores when all positions are shifted by the same amount.
 
     Args:
         enc: the encoding.
-        data: the tokens to test on; random ones by default.
-        shift: added to all positions; one number, or one for each coordinate.
+        data: the inputs; random ones by default.
+        shift: number to add to all positions, or one number for each coordinate.
     """
     data = data or sample(enc)
     moved = data.positions + torch.as_tensor(shift)
@@ -155,12 +163,12 @@ def relative_law_error(
 def assert_relative_law(
     enc: Encoding, data: Sample | None = None, *, shift: float | Sequence[float] = 1000
 ) -> None:
-    """Scores are the same when every position is shifted by the same amount (Eq. M2).
+    """Check that scores do not change when all positions are shifted by the same amount (Eq. M2).
 
     Args:
         enc: the encoding.
-        data: the tokens to test on; random ones by default.
-        shift: added to all positions; one number, or one for each coordinate.
+        data: the inputs; random ones by default.
+        shift: number to add to all positions, or one number for each coordinate.
     """
     if enc.breaks_relative_law:
         raise LawDoesNotHold(enc.breaks_relative_law)
@@ -169,7 +177,7 @@ def assert_relative_law(
 
 
 def assert_norm(enc: Encoding, data: Sample | None = None) -> None:
-    """The encoding does not change the length of q or k.
+    """Check that the encoding does not change the lengths of q and k.
 
     Args:
         enc: the encoding.
@@ -182,7 +190,7 @@ def assert_norm(enc: Encoding, data: Sample | None = None) -> None:
 
 
 def assert_composition(enc: RotationEncoding, data: Sample | None = None) -> None:
-    """G(n) G(m) = G(n + m) and G(n) G(-n) = I, acting on vectors (Eq. M2).
+    """Check that G(n) G(m) = G(n + m) and G(-n) G(n) = I, applied to vectors (Eq. M2).
 
     Args:
         enc: an encoding that rotates.
@@ -195,7 +203,7 @@ def assert_composition(enc: RotationEncoding, data: Sample | None = None) -> Non
 
 
 def composition_error(enc: RotationEncoding, data: Sample | None = None) -> float:
-    """How far G(n) G(m) is from G(n + m), and G(-n) G(n) from the identity, acting on vectors.
+    """The largest deviation of G(n) G(m) from G(n + m), and of G(-n) G(n) from I, applied to vectors.
 
     Args:
         enc: an encoding that rotates.
@@ -203,7 +211,7 @@ def composition_error(enc: RotationEncoding, data: Sample | None = None) -> floa
     """
     data = data or sample(enc)
     k = data.k.unsqueeze(2)
-    if enc.contextual:  # phases add, so earlier phases n and m act like positions n and m
+    if enc.contextual:  # a phase of earlier tokens acts like a position
         g_n, g_m, g_sum, g_0 = (_element(enc, data, phase) for phase in (3.0, 5.5, 8.5, None))
         together = g_sum.apply(g_0.apply(k))
     else:
@@ -211,8 +219,8 @@ def composition_error(enc: RotationEncoding, data: Sample | None = None) -> floa
         m = torch.rand(n.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 50
         g_n, g_m, g_sum = (_element(enc, data.at(p)) for p in (n, m, n + m))
         together = g_sum.apply(k)
-    apart = deviation(g_n.apply(g_m.apply(k)), together)
-    return max(apart, deviation(g_n.inverse().apply(g_n.apply(k)), k))
+    inverse = deviation(g_n.inverse().apply(g_n.apply(k)), k)
+    return max(deviation(g_n.apply(g_m.apply(k)), together), inverse)
 
 
 def _element(enc: RotationEncoding, data: Sample, phase: float | None = None):  # type: ignore[no-untyped-def]
@@ -223,7 +231,7 @@ def _element(enc: RotationEncoding, data: Sample, phase: float | None = None):  
 
 
 def assert_path_composition(enc: Encoding, data: Sample | None = None) -> None:
-    """b(t, j) = b(t, s) + b(s, j): the bias is a sum over the tokens in between that does not depend on the query.
+    """Check that b(t, j) = b(t, s) + b(s, j), as for a sum over tokens in between that does not depend on the query.
 
     Args:
         enc: the encoding.
@@ -234,7 +242,7 @@ def assert_path_composition(enc: Encoding, data: Sample | None = None) -> None:
 
 
 def path_composition_error(enc: Encoding, data: Sample | None = None) -> float:
-    """How far b(t, j) is from b(t, s) + b(s, j).
+    """The largest deviation of b(t, s) + b(s, j) from b(t, j).
 
     Args:
         enc: the encoding.
@@ -248,7 +256,7 @@ def path_composition_error(enc: Encoding, data: Sample | None = None) -> float:
 
 
 def assert_linear_in_offset(enc: Encoding, data: Sample | None = None) -> None:
-    """b doubles when all offsets double: a one-parameter group in the offset (Eq. A1).
+    """Check that the bias doubles when all positions double, as in a one-parameter group (Eq. A1).
 
     Args:
         enc: the encoding.
@@ -259,7 +267,7 @@ def assert_linear_in_offset(enc: Encoding, data: Sample | None = None) -> None:
 
 
 def linearity_error(enc: Encoding, data: Sample | None = None) -> float:
-    """How far the bias is from doubling when all offsets double.
+    """The largest deviation of the bias at doubled positions from twice the bias.
 
     Args:
         enc: the encoding.
@@ -276,10 +284,10 @@ def _dense_bias(enc: Encoding, data: Sample) -> Tensor:
 
 
 def assert_unipotent(enc: Encoding, data: Sample | None = None) -> None:
-    """The bias is what explicit nilpotent generators in GL(D + 2R) score (Eq. A1, A2, A4).
+    """Check a `SlopeBias` against the explicit unipotent matrices in GL(D + 2R) (Eq. A1, A2, A4).
 
-    For one pair of tokens: A = sum_r -rate_r e e^T has A^2 = 0, and <G(t) q, G(j)^-T k> with its
-    exponential is <q, k> plus the bias.
+    For some pairs of tokens: A = sum_r -rate_r e e^T has A^2 = 0, and <G(t) q, G(j)^-T k> with its exponential is
+    <q, k> plus the bias.
 
     Args:
         enc: the encoding.
@@ -316,7 +324,7 @@ def _rate(term, t: int, j: int) -> Tensor:  # type: ignore[no-untyped-def]
 
 
 def assert_nonpositive(enc: Encoding, data: Sample | None = None) -> None:
-    """The bias favours no past key: b(t, j) <= 0 for j <= t.
+    """Check that b(t, j) <= 0 for j <= t.
 
     Args:
         enc: the encoding.
@@ -330,7 +338,7 @@ def assert_nonpositive(enc: Encoding, data: Sample | None = None) -> None:
 
 
 def assert_streaming(enc: Encoding, data: Sample | None = None, cuts: Sequence[int] = (1, 4, 5)) -> None:
-    """Tokens fed in pieces, state and key-side tensors carried along, score as if fed at once.
+    """Check that encoding a sequence in pieces, with the state passed on, gives the same scores as encoding it at once.
 
     Args:
         enc: the encoding.
@@ -342,7 +350,7 @@ def assert_streaming(enc: Encoding, data: Sample | None = None, cuts: Sequence[i
 
 
 def streaming_error(enc: Encoding, data: Sample | None = None, cuts: Sequence[int] = (1, 4, 5)) -> float:
-    """How far the scores of tokens fed in pieces are from those of tokens fed at once.
+    """The largest deviation of the scores of a sequence encoded in pieces from those of the sequence encoded at once.
 
     Args:
         enc: the encoding.

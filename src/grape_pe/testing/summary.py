@@ -1,4 +1,4 @@
-"""All laws of one encoding at once, as numbers: what `grape encodings` and the atlas show."""
+"""Measure all laws of an encoding, as `grape encodings` and the atlas show them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .laws import (
     streaming_error,
 )
 
-#: how far all positions are shifted
+#: default shift of all positions
 SHIFT = 1000
 
 
 @dataclass(frozen=True)
 class LawErrors:
-    """Deviations relative to max(1, |score|).
+    """The deviations of an encoding from its laws, relative to max(1, |value|).
 
     Args:
-        relative: change of the scores when all positions shift.
-        composition: None where the encoding has no bias and no rotation that could compose.
-        composed: the law of composition that was measured; for a bias, the one it is nearest to.
-        streaming: change of the scores when the tokens are fed in pieces.
+        relative: deviation from the relative law.
+        composition: deviation from the law `composed`; None without a rotation or bias that could have one.
+        composed: the composition law; for a bias, the one with the smaller deviation.
+        streaming: deviation of scores when the sequence is encoded in pieces.
         largest_bias: the largest b(t, j) for j <= t; None without a bias.
     """
 
@@ -55,12 +55,15 @@ class LawErrors:
 
 @torch.no_grad()
 def law_errors(enc: Encoding, data: Sample | None = None, *, shift: float = SHIFT) -> LawErrors:
-    """Measure the laws of an encoding on random tokens.
+    """Measure the deviations of an encoding from its laws.
 
     Args:
         enc: the encoding.
-        data: the tokens to test on; random ones by default.
-        shift: added to all positions.
+        data: the inputs; random ones by default.
+        shift: number to add to all positions, for the relative law.
+
+    Returns:
+        The deviations.
     """
     data = data or sample(enc)
     bias = enc(data.q, data.k, x=data.x, v=data.v, positions=data.positions).bias.dense()
@@ -89,7 +92,7 @@ def _composition(enc: Encoding, data: Sample, biased: bool) -> tuple[float | Non
 
 @torch.no_grad()
 def moved(enc: Encoding, seed: int = 0) -> Encoding:
-    """The encoding with every parameter moved off its initial value, where a law may hold by accident."""
+    """Add noise to all parameters, in place, because a law may hold by accident at their initial values."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in enc.parameters():
         parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))

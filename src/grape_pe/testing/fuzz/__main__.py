@@ -7,11 +7,10 @@ import importlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 
-from .runner import Outcome, Summary, run
+from .runner import Summary, run
 
 TARGETS = ("attend", "streaming")
 
@@ -20,10 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.cases is None and options.seconds is None:
         options.seconds = 60.0
-    torch.set_num_threads(1)  # small problems: threads would only wait for one another
+    torch.set_num_threads(1)  # faster for small problems
     command = f"python -m grape_pe.testing.fuzz {options.target}"
     summary = run(
-        _check(options.target),
+        importlib.import_module(f"{__package__}.{options.target}").check,
         cases=options.cases,
         seconds=options.seconds,
         seed=options.seed,
@@ -49,18 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(target: str) -> Callable[[int], Outcome]:
-    name = f"{__package__}.{target}"
-    try:
-        return importlib.import_module(name).check  # type: ignore[no-any-return]
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        sys.exit(f"the fuzz target {target!r} is not part of this installation")
-
-
 class _Progress:
-    """A line on stderr, twice a second at most."""
+    """Prints a line on stderr, at most twice a second."""
 
     def __init__(self, target: str) -> None:
         self.target, self.next = target, 0.0
@@ -72,7 +61,7 @@ class _Progress:
 
 
 def _one_of_each(failures: dict[int, str]) -> dict[int, str]:
-    """At most three failures from each line of code."""
+    """Choose at most three failures from each line of code."""
     places: Counter[str] = Counter()
     chosen = {}
     for seed, text in failures.items():

@@ -1,8 +1,8 @@
-"""`attend` and the encodings against dense float64, in every dtype, layout and surrounding state.
+"""Fuzz target: `attend` and the encodings against dense float64, in all dtypes, memory layouts and global settings.
 
-Accuracy rule, for the norm of the error of the output and of each gradient: in half precision at most
-twice the error of the dense computation in the same dtype, in float32 at most four times it; but always
-the spacing of numbers in half precision, 1e-5 of the value in float32, 1e-10 of it in float64.
+Allowed norm of the error, of the output and of each gradient: in half precision twice the error of the dense
+computation in the same dtype, in float32 and float64 four times this error; but at least the spacing of numbers in half
+precision, 1e-5 of the value in float32, and 1e-10 of it in float64.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .encodings import draw_encoding, draw_positions
 from .runner import Outcome
 from .skipping import skipping
 
-#: dtype -> how many times the dense error is allowed, and which part of the value in any case
+#: dtype -> allowed factor of the dense error, and relative error that is always allowed
 RULE = {
     torch.float64: (4.0, 1e-10),
     torch.float32: (4.0, 1e-5),
     torch.bfloat16: (2.0, 2**-7),
     torch.float16: (2.0, 2**-10),
 }
-#: The dense error of one draw may be small by luck, above all of a gradient of a few numbers. A case that
-#: breaks the rule is judged again together with so many more draws of its tensors, by norms over all of them;
-#: in the same sizes and dtypes, because the norms would else be those of the draw with the largest logits.
+#: The dense error of one draw may be small by chance, above all for a gradient of a few numbers. A case that breaks the
+#: rule is drawn this many times more, and judged by norms over all draws; sizes and dtypes are the same, because
+#: otherwise the draw with the largest logits would dominate.
 MORE_DRAWS = 8
-#: these compile or interpret for seconds and have tests of their own
+#: implementations that need seconds to compile and have their own tests
 SLOW = ("flex", "triton")
 
 
 @dataclass
 class Case:
-    """One problem; `values` are its leaves in float64, already rounded to the dtype each will have."""
+    """One problem. `values` are its leaves in float64, rounded to the dtypes in `dtypes`."""
 
     seed: int
     sizes: Sizes
@@ -62,7 +62,7 @@ class Case:
     skips: bool = False  # decoding skips keys: see `skipping`
     values: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    scales: Any = None  # the state of the generator that chose sizes and dtypes of the values
+    scales: Any = None  # state of the generator that draws scales and dtypes of the values
 
     def __str__(self) -> str:
         what = repr(self.encoding) if self.raw is None else self.raw.name
@@ -80,6 +80,7 @@ def _short(value: Any) -> str:
 
 
 def draw_case(seed: int) -> Case:
+    """Draw a case."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     s = draw_sizes(rng)
     dtype = rng.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16))
@@ -162,7 +163,7 @@ Compute = Callable[[Tensor, Tensor, Tensor, Bias], Tensor]
 
 
 def evaluate(case: Case, exact: bool, compute: Compute, surrounded: bool) -> dict[str, Tensor]:
-    """The output and all gradients in float64; `exact`: everything computed in float64."""
+    """The output and all gradients, in float64. With `exact` the whole computation is in float64."""
     leaves = {
         name: value.to(torch.float64 if exact else case.dtypes[name]).clone().requires_grad_(case.learns)
         for name, value in case.values.items()
@@ -214,7 +215,7 @@ def check(seed: int) -> Outcome:
     return outcome
 
 
-#: squares of: the error, the largest error of a peer, the norm of the value; and how many numbers it has
+#: squared norms of the error, of the largest dense error and of the value; and the number of elements
 Errors = dict[str, tuple[float, float, float, int]]
 
 
@@ -229,7 +230,7 @@ def _errors(truth: dict[str, Tensor], peers: list[dict[str, Tensor]], got: dict[
 
 
 def _size(case: Case, what: str) -> float:
-    """The largest factor of what cancels in a gradient: with one visible key all but rounding does."""
+    """The size of terms that may cancel in a gradient; with one visible key all of them do."""
     tensors = (
         () if what == "y" else "qkv" if what[8:] not in (case.raw.sizes if case.raw else ()) else case.values
     )
@@ -266,7 +267,7 @@ def _by(name: str, case: Case) -> Compute:
 
 
 def _joined(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """The output, with the logsumexp if it was asked for as one more feature: 0 where nothing is visible."""
+    """The output, with the logsumexp, if requested, as one more feature: 0 for rows without visible keys."""
     if isinstance(result, Tensor):
         return result
     y, lse = result
@@ -274,7 +275,7 @@ def _joined(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """The dense computation in float64, and in the dtype: ours and, in half precision, torch's."""
+    """The dense computation in float64, and in the case's dtype: ours and, in half precision, torch's."""
     visible = visible_keys(case.sizes.queries, case.sizes.keys, case.masks)
     given = case.options.get("scale")
 
@@ -294,7 +295,7 @@ def _compare_with(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]
 
 
 class _Refused(Exception):
-    """The library refused the case with an error."""
+    """The library raised a ValueError or TypeError for the case."""
 
 
 def _arguments(case: Case, k: Tensor) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def _attempt(case: Case, outcome: Outcome, compute: Compute) -> dict[str, Tensor
 
 
 def _accepting(case: Case, outcome: Outcome) -> list[str]:
-    """ "auto" and the implementations that say they can do it."""
+    """ "auto", and the implementations that support the case."""
     found: list[str] = []
 
     def ask(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:

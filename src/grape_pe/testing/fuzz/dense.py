@@ -1,4 +1,4 @@
-"""Attention with every kind of bias and mask, computed densely: shares no code with `attend`.
+"""Dense attention with all kinds of biases and masks, without code of `attend`.
 
 Letters: B batch, H query heads, T tokens (t queries, j keys, l tokens of a path), D features.
 """
@@ -18,14 +18,14 @@ from ...encodings.path import PaTHBias
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
 ) -> Tensor:
-    """softmax(scale q k^T + b) v over visible keys in `working`, rounded to v's dtype; else zero."""
+    """softmax(scale q k^T + b) v over visible keys, computed in `working`, in v's dtype; zero without visible keys."""
     return dense_attention_lse(q, k, v, bias, visible, scale, working)[0]
 
 
 def dense_attention_lse(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`dense_attention`, and the logsumexp of each row: -inf where nothing is visible."""
+    """`dense_attention`, and the logsumexp of each row, -inf without visible keys."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(working).repeat_interleave(group, 1) for x in (k, v))
     logits = scale * torch.einsum("bhtd,bhjd->bhtj", q.to(working), keys)
@@ -45,18 +45,18 @@ def dense_attention_lse(
 def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, visible: Tensor, scale: float, working: torch.dtype
 ) -> Tensor:
-    """Torch's fused attention in q's dtype, where there is no bias and something to see."""
+    """Torch's fused attention in q's dtype, if there is no bias and all rows have visible keys; else dense."""
     if not isinstance(bias, NoBias) or not bool(visible.any(-1).all()) or q.numel() == 0:
         return dense_attention(q, k, v, bias, visible, scale, working)
     mask = None if bool(visible.all()) else visible
-    width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])  # the fused kernel wants one width
+    width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])  # the fused kernel needs equal widths
     q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return y[..., :width]
 
 
 def dense_bias(bias: Bias, scale: float, working: torch.dtype) -> Tensor | None:
-    """b(t, j) for all pairs, each kind by its formula."""
+    """b(t, j) for all pairs, by the formula of each kind of bias."""
     match bias:
         case NoBias():
             return None
@@ -103,14 +103,14 @@ def _path(bias: PathBias, working: torch.dtype) -> Tensor:
 
 
 def _distance(bias: DistanceBias, working: torch.dtype) -> Tensor:
-    """The entry of each distance, (B|1, t, j), of the table (H|1, R, L); an entry may be -inf."""
-    apart = (bias.position_q[:, 0, :, None] - bias.position_k[:, 0, None, :]).long()
+    """The entries of the table, (H|1, R, L), at distances (B|1, t, j); entries may be -inf."""
+    distance = (bias.position_q[:, 0, :, None] - bias.position_k[:, 0, None, :]).long()
     numbers = bias.table[0, :, 0].to(working)
     if bias.profile is not None:
-        values = bias.profile(apart, numbers)
-        inside = torch.ones_like(apart, dtype=torch.bool)
+        values = bias.profile(distance, numbers)
+        inside = torch.ones_like(distance, dtype=torch.bool)
     else:
-        entry = apart - bias.first
+        entry = distance - bias.first
         inside = (entry >= 0) & (entry < numbers.shape[-1])
         values = numbers[..., entry.clamp(0, numbers.shape[-1] - 1)]
     if bias.weight is not None:
@@ -135,7 +135,7 @@ def path_product(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
 
 
 def visible_keys(queries: int, keys: int, masks: dict[str, Any]) -> Tensor:
-    """(B|1, 1, t, j): True where the query sees the key, from the arguments of `attend`."""
+    """(B|1, 1, t, j), True where the key is visible, from the arguments of `attend`."""
     t = torch.arange(queries)[:, None] + keys - queries
     j = torch.arange(keys)[None, :]
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Random pieces of a case of attention: sizes, tensors in odd layouts, masks, biases, encodings."""
+"""Draw parts of a case of attention: sizes, memory layouts of tensors, masks and biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Leaves = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shape of one attention call."""
+    """The sizes of one attention call."""
 
     batch: int
     heads: int
@@ -42,7 +42,7 @@ def draw_sizes(rng: random.Random) -> Sizes:
 
 
 class Layout:
-    """A leaf tensor and the view of it that is passed on: q, k and v rarely come contiguous."""
+    """The memory layout of q, k or v: the size of a leaf tensor, and the view of it that is used."""
 
     KINDS = ("contiguous", "tokens first", "features of a wider tensor", "every other token", "expanded")
 
@@ -71,7 +71,7 @@ class Layout:
 
 
 def draw_masks(rng: random.Random, generator: torch.Generator, s: Sizes) -> dict[str, Any]:
-    """Arguments of `attend` that hide keys."""
+    """Draw arguments of `attend` that mask keys."""
     masks: dict[str, Any] = {"causal": rng.random() < 0.75}
     if rng.random() < 0.3:
         masks["window"] = rng.choice((1, 2, 3, 8, s.keys + 2))
@@ -93,7 +93,7 @@ def draw_masks(rng: random.Random, generator: torch.Generator, s: Sizes) -> dict
 
 @dataclass
 class RawBias:
-    """A bias made from leaves: `sizes` and `dtypes` of the leaves, `make` builds it."""
+    """A bias to make from leaves of the given sizes; those in `growing` are cumulative sums."""
 
     name: str
     sizes: dict[str, tuple[int, ...]]
@@ -102,7 +102,7 @@ class RawBias:
 
 
 def draw_bias(rng: random.Random, s: Sizes) -> RawBias:
-    """Nothing, slopes of one to three terms, a path, a function of tiles, or a sum of those."""
+    """Draw a bias of one of `KINDS`."""
     kinds = rng.choice(KINDS).split()
     parts = [_PARTS[kind](rng, s, f"{i}.") for i, kind in enumerate(kinds)]
 
@@ -191,21 +191,23 @@ def _distance(rng: random.Random, s: Sizes, at: str) -> RawBias:
     if mixed:
         sizes[f"{at}mix"] = (*lead, s.queries, tables)
     kind = rng.choice(("run", "run", "jump", "back", "far", "rows", "any"))
-    places = _places(rng, kind, s)
+    positions = _positions(rng, kind, s)
 
     def make(leaves: Leaves) -> DistanceBias:
         table = leaves[f"{at}table"]
         if holes:
             table = table.masked_fill(torch.arange(length) % 3 == 1, -torch.inf)
         mix = leaves.get(f"{at}mix")
-        return DistanceBias(places[..., s.keys - s.queries :], places, table, mix, first, beyond, profile)
+        return DistanceBias(
+            positions[..., s.keys - s.queries :], positions, table, mix, first, beyond, profile
+        )
 
     form = "profile" if profile else f"{length} from {first}, {beyond}{', with -inf' if holes else ''}"
     return RawBias(f"distance[{form}{', mixed' if mixed else ''}, {kind}]", sizes, set(), make)
 
 
-def _places(rng: random.Random, kind: str, s: Sizes) -> Tensor:
-    """(B|1, 1, T): positions that run on, jump, go back, lie far from 0, differ by sequence, or are any."""
+def _positions(rng: random.Random, kind: str, s: Sizes) -> Tensor:
+    """Positions, (B|1, 1, T): consecutive, with a jump, going back, far from 0, different by sequence, or random."""
     run = torch.arange(s.keys, dtype=torch.float64).view(1, 1, -1)
     jump = {"jump": 7, "back": -5}.get(kind, 0)
     if kind == "rows":
@@ -216,7 +218,7 @@ def _places(rng: random.Random, kind: str, s: Sizes) -> Tensor:
 
 
 def _bent(distance: Tensor, numbers: Tensor) -> Tensor:
-    """a log(1 + |d|) + b sign(d), for the fuzzer."""
+    """The profile a log(1 + |d|) + b sign(d)."""
     a, b = (numbers[..., i][(..., *(None,) * distance.dim())] for i in range(2))
     return a * torch.log1p(distance.abs().to(numbers.dtype)) + b * distance.sign().to(numbers.dtype)
 
@@ -224,11 +226,11 @@ def _bent(distance: Tensor, numbers: Tensor) -> Tensor:
 def _soft_distance(
     rows: slice, cols: slice, query: Mapping[str, Tensor], key: Mapping[str, Tensor]
 ) -> Tensor:
-    apart = query["x"][:, :, rows].unsqueeze(3) - key["x"][:, :, cols].unsqueeze(2)
-    return -(apart.square().sum(-1) + 1.0).sqrt()
+    offset = query["x"][:, :, rows].unsqueeze(3) - key["x"][:, :, cols].unsqueeze(2)
+    return -(offset.square().sum(-1) + 1.0).sqrt()
 
 
-#: which parts a bias is the sum of
+#: the parts of a bias
 KINDS = (
     *("none", "term", "slope", "slope", "path", "tile", "slope slope", "slope path", "path slope slope"),
     *("distance", "distance", "distance slope", "path distance", "distance distance", "distance tile"),

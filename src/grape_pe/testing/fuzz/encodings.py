@@ -1,4 +1,4 @@
-"""Random encodings and compositions with random options."""
+"""Draw encodings and compositions with random options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Options] = {
     "grape-m-plane": lambda r: {"tied": r.random() < 0.5},
     "grape-m-mix": lambda r: {"rank": 2, "per_head": r.random() < 0.5},
     "liere": lambda r: {"per_head": r.random() < 0.5},
-    # not rank 1: without a convolution the gradient of `down` is then exactly zero, and only rounding is compared
+    # not rank 1: without a convolution the gradient of `down` would be exactly zero, which leaves only rounding errors
     "path": lambda r: {"rank": r.choice((2, 4)), "conv": r.choice((0, 3))},
     "alibi": lambda r: {"both": r.random() < 0.3},
     "t5": lambda r: {"buckets": r.choice((4, 32)), "max_distance": 20, "both": r.random() < 0.5},
@@ -77,12 +77,12 @@ BIASES += DISTANCES
 
 
 def draw_encoding(rng: random.Random, s: Sizes) -> Encoding:
-    """One encoding, or a rotation with one or two biases; parameters moved away from where they start."""
+    """Draw an encoding, or a rotation with one or two biases, and add noise to its parameters."""
     if rng.random() < 0.6:
         parts = [rng.choice(list(OPTIONS))]
     else:
         parts = [rng.choice((*ROTATIONS, "nope", "path")), *rng.sample(BIASES, rng.choice((1, 2)))]
-    if s.width < 3:  # no plane to turn, no direction to choose
+    if s.width < 3:  # too few features for these encodings
         parts = [part for part in parts if part not in WIDE] or ["nope"]
     options: dict[str, Any] = {part: OPTIONS[part](rng) for part in parts}
     if len(parts) == 1:
@@ -104,9 +104,9 @@ def draw_encoding(rng: random.Random, s: Sizes) -> Encoding:
 def draw_positions(
     rng: random.Random, generator: torch.Generator, encoding: Encoding, s: Sizes, far: bool
 ) -> Tensor | None:
-    """Default, shifted, one row for each sequence, real numbers; a random grid with several coordinates.
+    """Draw positions: default, shifted, different by sequence, or real; for several coordinates a random grid.
 
-    `far` positions are for outputs only: there the gradient of a frequency is a difference of huge numbers.
+    `far` positions are for outputs only, because the gradient of a frequency is then a difference of huge numbers.
     """
     if encoding.coords > 1:
         return torch.randint(0, 9, (s.keys, encoding.coords), generator=generator)

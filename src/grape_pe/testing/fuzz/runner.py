@@ -1,4 +1,4 @@
-"""Run a fuzz target over consecutive seeds until a budget of cases or seconds is used up."""
+"""Run a fuzz target for consecutive seeds, up to a number of cases or seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Outcome:
-    """One case: how many comparisons it made, and the messages of what the library refused."""
+    """The result of a case: the number of comparisons, and the messages of refusals."""
 
     runs: int = 0
     refused: list[str] = field(default_factory=list)
@@ -19,7 +19,7 @@ class Outcome:
 
 @dataclass
 class Summary:
-    """All cases of a run. `failures` maps the seed of a failing case to its traceback."""
+    """The results of all cases of a run. `failures` maps the seed of a failing case to its traceback."""
 
     cases: int = 0
     runs: int = 0
@@ -42,7 +42,7 @@ def run(
     keep_going: bool = False,
     progress: Callable[[Summary], None] = lambda summary: None,
 ) -> Summary:
-    """Check seeds seed, seed + 1, … until `cases` or `seconds` are used up, or a case fails."""
+    """Run `check` for seed, seed + 1, … up to `cases` or `seconds`, or until a case fails (unless `keep_going`)."""
     summary, start = Summary(), time.monotonic()
     while (cases is None or summary.cases < cases) and (
         seconds is None or time.monotonic() - start < seconds

@@ -1,4 +1,4 @@
-"""Make decoding skip keys in small cases: its threshold is thousands of keys."""
+"""Make decoding skip keys in small cases; by default it does so from thousands of keys on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...cache import stream
 
 @contextlib.contextmanager
 def skipping(skips: bool) -> Iterator[None]:
-    """With a bound of the keys' norms, from two keys on."""
+    """A context in which decoding may skip keys from two keys on, if `skips`."""
     if not skips:
         yield
         return

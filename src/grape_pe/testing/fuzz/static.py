@@ -1,4 +1,4 @@
-"""A static cache with the calls of a `StreamingCache` that it has, as the Hugging Face model uses it."""
+"""A static cache, used as in the Hugging Face model, with the methods of a `StreamingCache` that it supports."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...cache.static import Place, StaticCache
+from ...cache.static import Progress, StaticCache
 from ...encodings import Encoding
 from ...encodings.prepared import Preparation
 
 
 class Static:
-    """One layer: a `StaticCache` and its `Place`."""
+    """One layer: a `StaticCache` and its `Progress`."""
 
     rollback = 0
 
     def __init__(self, encoding: Encoding, *, capacity: int, **settings: Any) -> None:
         self.store = StaticCache(encoding, capacity=capacity, **settings)
         self.preparation = Preparation([encoding])
-        self.place: Place | None = None
+        self.progress: Progress | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)  # encoding, window, sinks, shift, norms, capacity
@@ -36,27 +36,27 @@ class Static:
         positions: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        fresh = self.place is None
-        place = Place(len(q), q.device) if self.place is None else self.place
-        layout = place.advance(q.shape[2], self.capacity, fresh, positions, padding)
+        fresh = self.progress is None
+        progress = Progress(len(q), q.device) if self.progress is None else self.progress
+        layout = progress.advance(q.shape[2], self.capacity, fresh, positions, padding)
         layout = layout.prepare(self.preparation, q.dtype)
         q, k, v = (layout.pack(t, 2) for t in (q, k, v))
         inputs = self.store.extend(q, k, v, layout.pack(x), layout)
-        self.place = place
+        self.progress = progress
         return layout.unpack(inputs.attend(), 2)
 
     def select(self, index: Tensor) -> Self:
         self.store.select(index)
-        if self.place is not None:
-            self.place.select(index)
+        if self.progress is not None:
+            self.progress.select(index)
         return self
 
     def repeat(self, times: int) -> Self:
-        assert self.place is not None
-        return self.select(torch.arange(len(self.place.lengths)).repeat_interleave(times))
+        assert self.progress is not None
+        return self.select(torch.arange(len(self.progress.lengths)).repeat_interleave(times))
 
     def fork(self) -> Self:
         copied = type(self).__new__(type(self))
         copied.store, copied.preparation = self.store.fork(), self.preparation
-        copied.place = copy.deepcopy(self.place)
+        copied.progress = copy.deepcopy(self.progress)
         return copied

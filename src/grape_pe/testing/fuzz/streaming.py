@@ -1,8 +1,8 @@
-"""Random schedules of cache operations against every sequence computed alone, at once and densely.
+"""Fuzz target: random operations on a cache against dense attention over each sequence alone.
 
-A schedule feeds tokens (padded anywhere, packed, at given positions), crops, forks, selects, repeats, saves,
-loads and rebases one `StreamingCache`. What is fed is also kept in plain lists; from these the expected
-outputs are computed for each document by itself, without padding, cache or `attend`.
+The operations append tokens (with padding, packed documents or positions), crop, fork, select, repeat, save, load and
+rebase a cache. All tokens are also kept in lists, from which the expected outputs are computed for each document alone,
+without padding, cache or `attend`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .skipping import skipping
 from .static import Static
 
 FIELDS = ("q", "k", "v", "x")
-#: refusals that are right whenever the setting they name is in use
+#: words of messages of refusals that are always right
 NAMED = (
     "sinks",
     "convolution",
-    "packed documents need",
+    "packed documents",
     "cannot be moved",
     "cannot be rebased",
     "coords",
@@ -53,23 +53,23 @@ class Token:
 
 @dataclass
 class World:
-    """The cache and, for each sequence, all its tokens and the outputs that were not compared yet."""
+    """A cache and, for each sequence, all its tokens and the outputs that were not compared yet."""
 
     cache: StreamingCache | Static
     dtype: torch.dtype
     generator: torch.Generator
     sequences: list[list[Token]]
     pending: list[dict[int, Tensor]]
-    reach: list[int]  # tokens that must be possible to take back
+    reach: list[int]  # number of tokens that `crop` must be able to remove
     skips: bool = False  # see `skipping`
     threads: int = 1
-    moved: bool = False  # rebased: keys were rounded once more
+    moved: bool = False  # whether the cache was rebased, which rounds keys once more
     outcome: Outcome = field(default_factory=Outcome)
     log: list[str] = field(default_factory=list)
 
 
 def check(seed: int) -> Outcome:
-    """Run one schedule; an AssertionError if any output is off."""
+    """Run random operations; raise an AssertionError if any output differs."""
     rng = random.Random(seed)
     world = _draw_world(rng, seed)
     operations, weights = (STATIC, [8, 1, 2]) if isinstance(world.cache, Static) else (OPERATIONS, WEIGHTS)
@@ -138,7 +138,7 @@ def _draw_world(rng: random.Random, seed: int) -> World:
 
 
 def _sets_norms(encoding: Encoding) -> bool:
-    """Layers refuse a norm after such an encoding."""
+    """Whether layers raise an error for a norm after this encoding."""
     return any(isinstance(part, Encoding) and part.sets_norms for part in encoding.modules())
 
 
@@ -162,7 +162,7 @@ def _feed(world: World, rng: random.Random) -> None:
     kind = rng.choice(("none", "none", "left", "right", "anywhere", "anywhere"))
     early = min(map(len, world.sequences)) <= world.cache.sinks
     if world.cache.sinks and not static and early and rng.random() < 0.8:
-        kind = "none"  # padding is refused before the sinks are there
+        kind = "none"  # padding is refused until every sequence has its sinks
     for row in padding if kind != "none" else []:
         count = rng.randint(0, slots)
         known = {"left": range(count), "right": range(slots - count, slots)}
@@ -180,7 +180,7 @@ def _feed(world: World, rng: random.Random) -> None:
     try:
         got = call(**stacked, x=x, **given, **where)
     except ValueError as error:
-        right = any(word in str(error) for word in (*NAMED, f"cannot take {slots} more"))
+        right = any(word in str(error) for word in (*NAMED, f"{slots} more do not fit"))
         return _refuse(world, error, right)
     for b, row in enumerate(new):
         kept = [(i, token) for i, token in enumerate(row) if not padding[b, i]]
@@ -214,7 +214,7 @@ def _stack(world: World, rows: list[list[Tensor]], name: str) -> Tensor:
 
 
 def _place(world: World, rng: random.Random, new: list[list[Token]], padding: Tensor) -> dict[str, Tensor]:
-    """Give the tokens positions and documents; returns what must be passed to say so."""
+    """Draw positions and documents of the tokens; returns the arguments that pass them to the cache."""
     slots, coords = padding.shape[1], world.cache.encoding.coords
     kind = rng.choice(("follow", "follow", "follow", "gaps", "documents")) if coords == 1 else "grid"
     if kind == "documents" and isinstance(world.cache, Static):
@@ -266,7 +266,7 @@ def _crop(world: World, rng: random.Random) -> None:
 
 
 def _fork(world: World, rng: random.Random) -> None:
-    """Feed one of the two copies something else, and go on with the other."""
+    """Append other tokens to one of the two copies, and continue with the other one."""
     world.log.append("fork, feed the other:")
     copy = world.cache.fork()
     ours, world.cache = (world.cache, copy) if rng.random() < 0.5 else (copy, world.cache)
@@ -312,7 +312,7 @@ def _save(world: World, rng: random.Random) -> None:
         norm_after=c.norm_after,
     )
     saved = c.state_dict()
-    c.rebase(3) if _rebases(c) else None  # what was saved must not follow
+    c.rebase(3) if _rebases(c) else None  # must not change what was saved
     world.cache = fresh.load_state_dict(saved)
 
 
@@ -344,7 +344,7 @@ STATIC = [_feed, _fork, _select]  # of a static cache
 
 
 def _refuse(world: World, error: ValueError, right: bool) -> None:
-    """Count a refusal that the settings explain; any other is a failure. The cache must be as before."""
+    """Count a refusal if it is right; otherwise fail."""
     assert right, f"refused: {error}"
     words = [word for word in str(error).split() if not any(c.isdigit() for c in word)]
     world.outcome.refused.append(" ".join(words)[:70])
@@ -355,7 +355,7 @@ def _refuse(world: World, error: ValueError, right: bool) -> None:
 
 
 def _compare(world: World) -> None:
-    """Compare all outputs that are waiting with each sequence computed alone."""
+    """Compare all pending outputs with each sequence computed alone."""
     for b, (tokens, pending) in enumerate(zip(world.sequences, world.pending, strict=True)):
         start = 0
         while start < len(tokens) and pending:
@@ -381,7 +381,7 @@ def _check_close(world: World, got: Tensor, want: Tensor, b: int) -> None:
 
 
 def expected(cache: StreamingCache | Static, tokens: list[Token], first: int) -> Tensor:
-    """(T, H, Dv) in float64: one document alone, its first token the `first` of its sequence."""
+    """The outputs of one document, (T, H, Dv) in float64; its first token has index `first` in its sequence."""
     q, k, v = (torch.stack([getattr(t, name) for t in tokens], 1)[None] for name in "qkv")
     x = torch.stack([t.x for t in tokens])[None]
     if cache.shift is not None:
