@@ -134,9 +134,9 @@ def test_loads_without_this_package(tmp_path):
         ({"encoding": "xpos"}, "has no stock form"),
         ({"encoding": "pope"}, "has no stock form"),
         ({"qk_norm": "after"}, "no stock form"),
-        ({"output_norm": True}, "output_norm has no stock form"),
-        ({"output_gate": True}, "output_gate has no stock form"),
-        ({"kv_shift": True}, "KV-shift"),
+        ({"output_norm": True}, "output_norm=True has no stock form"),
+        ({"output_gate": True}, "output_gate=True has no stock form"),
+        ({"kv_shift": True}, "kv_shift=True has no stock form"),
     ],
 )
 def test_refused_with_the_reason_and_nothing_written(options, says, tmp_path):

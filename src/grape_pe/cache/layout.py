@@ -126,6 +126,10 @@ def arrange(
     Returns:
         The layout.
     """
+    if tail is not None and len(tail.lengths) != batch:
+        raise ValueError(
+            f"the cache holds {len(tail.lengths)} sequences, the call has {batch}; select sequences, or use a new cache"
+        )
     rows: list[float] = [0] * batch if tail is None else tail.next
     where = None if positions is None else checked(positions, "positions", batch, count, coords, device)
     ids = None if documents is None else checked(documents, "documents", batch, count, 1, device)

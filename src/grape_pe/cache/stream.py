@@ -120,13 +120,8 @@ class StreamingCache(TokenStore):
 
     def _layout(self, q: Tensor, k: Tensor, x: Tensor | None, **where: Tensor | None) -> Layout:
         self.encoding.check(q, k, x)
-        (batch, _, count, _), known = q.shape, len(self.sequences.lengths)
-        if known not in (0, batch):
-            raise ValueError(
-                f"the cache holds {known} sequences, the call has {batch}; select sequences, or use a new cache"
-            )
         settings = {"tail": self.tail(), "coords": self.encoding.coords, "allow_restarts": False}
-        layout = arrange(batch, count, q.device, **where, **settings)  # type: ignore[arg-type]
+        layout = arrange(len(q), q.shape[2], q.device, **where, **settings)  # type: ignore[arg-type]
         check_packing(self.encoding, layout)
         return layout.prepare(self.preparation, q.dtype)
 

@@ -37,6 +37,8 @@ class LieRE(RotationEncoding):
         ),
     )
 
+    axes_commute = False
+
     def __init__(self, shape: HeadShape, *, per_head: bool = True, coords: int = 1) -> None:
         super().__init__(shape, coords)
         heads = shape.kv_heads if per_head else 1
@@ -45,12 +47,6 @@ class LieRE(RotationEncoding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.shape.head_dim**-0.5)
-
-    @property
-    def breaks_relative_law(self) -> str | None:
-        if self.coords == 1:
-            return None
-        return "generators of different axes do not commute, so exp(x + y) is not exp(x) exp(y)"
 
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         weight = self.weight.to(tokens.positions.dtype)

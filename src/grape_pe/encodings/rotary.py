@@ -37,6 +37,14 @@ class RotationEncoding(Encoding):
     """
 
     transforms = True
+    #: whether the generators of different axes commute
+    axes_commute: ClassVar[bool] = True
+
+    @property
+    def breaks_relative_law(self) -> str | None:
+        if self.coords == 1 or self.axes_commute:
+            return None
+        return "generators of different axes do not commute, so exp(x + y) is not exp(x) exp(y)"
 
     @property
     def rotary_heads(self) -> int:
@@ -108,8 +116,19 @@ class PlanesEncoding(RotationEncoding):
         super().__init__(shape, coords)
         check_layout(layout)
         self.layout = layout
-        self.rotary_dim = _check_rotary_dim(rotary_dim, shape.head_dim)
-        self._rotary_heads = _check_rotary_heads(rotary_heads, shape.kv_heads)
+        self.rotary_dim = shape.head_dim if rotary_dim is None else rotary_dim
+        self._rotary_heads = shape.kv_heads if rotary_heads is None else rotary_heads
+        if rotary_dim is not None and (
+            not isinstance(rotary_dim, int) or rotary_dim % 2 or not 2 <= rotary_dim <= shape.head_dim
+        ):
+            raise ValueError(
+                f"rotary_dim must be even, from 2 to head_dim = {shape.head_dim}, got {rotary_dim!r}"
+            )
+        if type(self._rotary_heads) is not int or not 1 <= self._rotary_heads <= shape.kv_heads:
+            raise ValueError(
+                f"rotary_heads must be from 1 to kv_heads = {shape.kv_heads}, the number of first key heads to rotate, "
+                f"got {rotary_heads!r}"
+            )
 
     @property
     def rotary_heads(self) -> int:
@@ -393,6 +412,8 @@ class MixtureRotary(RotationEncoding):
         ),
     )
 
+    axes_commute = False
+
     def __init__(
         self,
         shape: HeadShape,
@@ -424,12 +445,6 @@ class MixtureRotary(RotationEncoding):
             self.pairs[0] = strength.sqrt()[:, None] * eye[1:]
             self.pairs[1] = strength.sqrt()[:, None] * eye[:-1]
 
-    @property
-    def breaks_relative_law(self) -> str | None:
-        if self.coords == 1:
-            return None
-        return "generators of different axes do not commute, so exp(x + y) is not exp(x) exp(y)"
-
     def element(self, tokens: Tokens, state: State) -> tuple[Any, State]:
         exact = exact_dtype(self.frame.device)
         frame = orthonormal_columns(self.frame.to(exact))[None, :, None]
@@ -438,29 +453,6 @@ class MixtureRotary(RotationEncoding):
         if self.coords == 1:
             return MixtureRotation(frame, skew[..., 0, :, :], n[..., 0]), None
         return JointMixtureRotation(frame, skew, n), None
-
-
-def _check_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
-    if rotary_dim is None:
-        return head_dim
-    if not isinstance(rotary_dim, int) or rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
-        raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {rotary_dim!r}")
-    return rotary_dim
-
-
-def _check_rotary_heads(rotary_heads: int | None, kv_heads: int) -> int:
-    if rotary_heads is None:
-        return kv_heads
-    if (
-        not isinstance(rotary_heads, int)
-        or isinstance(rotary_heads, bool)
-        or not 1 <= rotary_heads <= kv_heads
-    ):
-        raise ValueError(
-            f"rotary_heads must be from 1 to kv_heads = {kv_heads}, the number of first key heads to rotate, "
-            f"got {rotary_heads!r}"
-        )
-    return rotary_heads
 
 
 def check_layout(layout: str) -> None:

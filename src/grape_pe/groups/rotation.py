@@ -147,8 +147,23 @@ def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+class _Planar:
+    """Base class of elements that contain a `PlaneRotation`."""
+
+    def as_matrix(self, width: int) -> Tensor:
+        """The matrix, (..., D, D), with D = `width`: the action on each coordinate vector, as columns."""
+        element: Any = self
+        planes = element
+        while not isinstance(planes, PlaneRotation):
+            planes = planes.planes
+        angle = planes.angle
+        eye = torch.eye(width, dtype=angle.dtype, device=angle.device)
+        columns = [element.apply(row.expand(*angle.shape[:-1], width)) for row in eye]
+        return torch.stack(columns, -1)
+
+
 @dataclass(frozen=True, eq=False)
-class PlaneRotation:
+class PlaneRotation(_Planar):
     """A rotation of the coordinate planes, each by its own angle (Eq. M2). All of them commute.
 
     Build it with `from_angle`.
@@ -197,13 +212,9 @@ class PlaneRotation:
     def inverse(self) -> PlaneRotation:
         return PlaneRotation(-self.angle, self.cos, -self.sin, self.layout)
 
-    def as_matrix(self, width: int) -> Tensor:
-        """The matrix, (..., D, D), with D = `width`."""
-        return _matrix(self, width)
-
 
 @dataclass(frozen=True, eq=False)
-class ScaledRotation:
+class ScaledRotation(_Planar):
     """A rotation of the coordinate planes times exp(log_scale), for xPos (Eq. M17).
 
     Keys use the inverse transpose, so the score depends on the difference of the log scales.
@@ -231,12 +242,9 @@ class ScaledRotation:
     def inverse(self) -> ScaledRotation:
         return ScaledRotation(self.planes.inverse(), -self.log_scale)
 
-    def as_matrix(self, width: int) -> Tensor:
-        return _matrix(self, width)
-
 
 @dataclass(frozen=True, eq=False)
-class PartialRotation:
+class PartialRotation(_Planar):
     """A rotation of the first coordinates; the others do not change (GPT-NeoX, Phi, GLM).
 
     Args:
@@ -263,12 +271,9 @@ class PartialRotation:
     def inverse(self) -> PartialRotation:
         return PartialRotation(self.planes.inverse(), self.width)
 
-    def as_matrix(self, width: int) -> Tensor:
-        return _matrix(self, width)
-
 
 @dataclass(frozen=True, eq=False)
-class BasisRotation:
+class BasisRotation(_Planar):
     """The rotation B R(angle) B^T in the planes of an orthogonal basis B (Eq. M7).
 
     Args:
@@ -304,20 +309,6 @@ class BasisRotation:
 
     def inverse(self) -> BasisRotation:
         return BasisRotation(self.basis, self.planes.inverse())
-
-    def as_matrix(self, width: int) -> Tensor:
-        return _matrix(self, width)
-
-
-def _matrix(element: Any, width: int) -> Tensor:
-    """The matrix of an element: its action on each coordinate vector, as columns."""
-    planes = element
-    while not isinstance(planes, PlaneRotation):
-        planes = planes.planes
-    angle = planes.angle
-    eye = torch.eye(width, dtype=angle.dtype, device=angle.device)
-    columns = [element.apply(row.expand(*angle.shape[:-1], width)) for row in eye]
-    return torch.stack(columns, -1)
 
 
 def matrix_exp(generator: Tensor) -> Tensor:

@@ -178,15 +178,11 @@ def _check_stock(config: DecoderConfig) -> None:
         raise ValueError(
             'qk_norm="after" has no stock form: Qwen3 normalizes before the rotation; train with qk_norm=True to export'
         )
-    for name in ("output_norm", "output_gate"):
+    for name in ("output_norm", "output_gate", "absolute", "kv_shift"):
         if getattr(config, name):
-            raise ValueError(f"{name} has no stock form; train with {name}=False to export")
-    if config.absolute is not None:
-        raise ValueError(
-            f"absolute={config.absolute!r} has no stock form; train with absolute=None to export"
-        )
-    if config.kv_shift:
-        raise ValueError("KV-shift has no stock form; train with kv_shift=False to export")
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no stock form; train without it to export"
+            )
     if any(each.window is not None for each in config.by_layer):
         raise ValueError(
             f"window={config.window} has no stock form: the exported model would attend to all tokens; train without a "

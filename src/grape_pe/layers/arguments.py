@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from ..cache import Layout, StreamingCache, Tail, arrange, check_packing
+from ..cache import Layout, StreamingCache, arrange, check_packing
 from ..checks import check_integer
 from ..encodings import Encoding
 from ..encodings.path import PaTH
@@ -99,7 +99,7 @@ def call_layout(
             positions=positions,
             documents=documents,
             padding=padding,
-            tail=_tail(cache, batch),
+            tail=None if cache is None else cache.tail(),
             coords=encoding.coords,
             allow_restarts=positions is None
             or documents is None,  # with both, positions increase in each document
@@ -128,14 +128,6 @@ def _packed(documents: Tensor, batch: int, count: int) -> Layout:
             f"got {tuple(documents.shape)}"
         )
     return Layout.from_documents(documents)
-
-
-def _tail(cache: StreamingCache | None, batch: int) -> Tail | None:
-    """The end of the cached sequences, if there are any."""
-    tail = None if cache is None else cache.tail()
-    if tail is not None and len(tail.lengths) != batch:
-        raise ValueError(f"the cache holds {len(tail.lengths)} sequences, the call has {batch}")
-    return tail
 
 
 def check_sinks(sinks: int, layout: Layout) -> None:

@@ -157,7 +157,7 @@ def relative_law_error(
     """
     data = data or sample(enc)
     moved = data.positions + torch.as_tensor(shift)
-    return deviation(_causal(scores(enc, data.at(moved))), _causal(scores(enc, data)))
+    return deviation(scores(enc, data.at(moved)).tril(), scores(enc, data).tril())
 
 
 def assert_relative_law(
@@ -373,7 +373,3 @@ def streaming_error(enc: Encoding, data: Sample | None = None, cuts: Sequence[in
         seen = torch.arange(stop) <= torch.arange(start, stop).unsqueeze(-1)
         worst = max(worst, deviation(got[..., seen], whole[:, :, start:stop, :stop][..., seen]))
     return worst
-
-
-def _causal(logits: Tensor) -> Tensor:
-    return logits.tril()
