@@ -236,7 +236,7 @@ def test_recipes():
     assert config.model.encoding == ["grape-m@w8", "nope"]
     assert [each.window for each in config.model.decoder().by_layer] == [8, None]
     assert load("demo", {"model.window": "16"}).model.decoder().by_layer[0].window == 16
-    with pytest.raises(LabError, match="model: encoding is a list of 3"):
+    with pytest.raises(LabError, match="model: the list encoding repeats over the layers"):
         load("demo", {"model.encoding": ["rope", "fox", "nope"], "model.layers": 4}).model.decoder()
     with pytest.raises(LabError, match="model: unknown encoding 'noope'"):
         load("demo", {"model.encoding": ["rope", "noope"], "model.layers": 2}).model.decoder()

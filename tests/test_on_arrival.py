@@ -453,9 +453,9 @@ def test_a_norm_after_the_encoding_is_refused_where_lengths_mean_something():
     ("name", "options", "message"),
     [
         ("xpos", {}, "would change the logits"),
-        ("pope+t5", {}, "pope is another encoding of q and k, with which a model must be trained"),
-        ("t5+fox", {}, r"for example 'rope\+t5\+fox'. To leave the rotation, adapt to 'rope\+t5\+fox'"),
-        ("nope", {}, "for example 'rope'. To leave the rotation, adapt to 'rope'"),
+        ("pope+t5", {}, "pope is another encoding of q and k, for which a model must be trained"),
+        ("t5+fox", {}, r"for example 'rope\+t5\+fox'. To remove the rotation, adapt to 'rope\+t5\+fox'"),
+        ("nope", {}, "for example 'rope'. To remove the rotation, adapt to 'rope'"),
         ("string-circulant", {}, "would change the logits"),
         ("rope+fox", {"rotary_heads": 1}, "'rotary_heads' is set by the model's own RoPE"),
         ("grape-m-basis", {"basis": "circulant"}, 'basis="circulant" would change the logits'),

@@ -45,7 +45,7 @@ class _Features(Bias):
         return [(x.shape[1],), tokens, *((size,) for size in x.shape[3:])]
 
     def _checked(self, tile: Tensor, rows: slice, cols: slice) -> Tensor:
-        """What the function returned, with four axes."""
+        """Check the tile that the function returned, and give it four axes."""
         if isinstance(tile, Tensor) and not tile.is_complex():
             four = tile[(None,) * (4 - tile.dim())]
             want = rows.stop - rows.start, cols.stop - cols.start

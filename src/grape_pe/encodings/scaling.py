@@ -47,7 +47,7 @@ class Scaling:
         return theta / self.factor
 
     def rope_parameters(self, base: float, planes: int) -> dict[str, Any]:
-        """The equal `rope_parameters` of a transformers configuration."""
+        """`rope_parameters` of a transformers configuration with the same frequencies."""
         return {"rope_type": self.kind, "rope_theta": base, "factor": self.factor}
 
 

@@ -43,7 +43,7 @@ def of_planes(angle: Tensor, width: int) -> Spectrum:
     """The spectrum of a rotation by angle_i in plane i, in any basis: e^(+-i angle), and ones (Eq. S2).
 
     Args:
-        angle: (..., m).
+        angle: (..., m), one for each plane.
         width: D.
     """
     phase = torch.polar(torch.ones_like(angle), angle)

@@ -119,11 +119,11 @@ class Attention(nn.Module):
 
         Args:
             x: (B, T, C).
-            positions: (T,) or (B, T). By default they continue from the last token; where they decrease, a document
-                starts. For an encoding with n coordinates required, (T, n) or (B, T, n).
-            documents: ids of packed documents, (T,) or (B, T), each used once. Tokens attend only to their own
-                document. With a cache, the first document continues the cached one if their ids are equal; tokens
-                cached without ids have id 0.
+            positions: (T,) or (B, T). By default they continue from the last token; where they do not increase, a
+                document starts. An encoding with n coordinates needs positions, (T, n) or (B, T, n).
+            documents: ids of packed documents, (T,) or (B, T); an id cannot be used again later. Tokens attend only to
+                their own document. With a cache, the first document continues the cached one if their ids are equal;
+                tokens cached without ids have id 0.
             padding: bool (B, T), True where a sequence has no token, in any column.
             cache: a cache from `cache()`. The tokens then continue the cached ones.
             parallel: the ranks that share each sequence. x then has the tokens of this rank (`parallel.split`).

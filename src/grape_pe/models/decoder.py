@@ -172,10 +172,11 @@ class Decoder(nn.Module):
             tokens: integers, (B, T).
             targets: the token that follows each, (B, T); -100 where there is no target.
             count: divisor of the summed loss; the number of targets by default.
-            documents: ids of packed documents, (T,) or (B, T), each used once. Tokens attend only to their own
-                document. With a cache, the first document continues the cached one if their ids are equal; tokens
-                cached without ids have id 0.
-            positions: (B|1, T). By default they continue from the last token; where they decrease, a document starts.
+            documents: ids of packed documents, (T,) or (B, T); an id cannot be used again later. Tokens attend only to
+                their own document. With a cache, the first document continues the cached one if their ids are equal;
+                tokens cached without ids have id 0.
+            positions: (B|1, T). By default they continue from the last token; where they do not increase, a
+                document starts.
             padding: bool (B, T), True where a sequence has no token, in any column.
             cache: a cache from `cache()`. The tokens then continue the cached ones.
             parallel: the ranks that share each sequence. Tokens, targets and loss are then those of this rank
