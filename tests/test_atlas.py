@@ -36,6 +36,12 @@ def tool(name: str) -> ModuleType:
     return module
 
 
+def test_measuring_leaves_the_random_state():
+    before = torch.get_rng_state()
+    measure("grape-m", timed=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_every_encoding_has_facts():
     lacking = [name for name in grape.names() if facts(name) is None]
     assert not lacking, f"no Facts in the attribute `facts` of the classes of: {', '.join(lacking)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -396,6 +398,120 @@ def test_misuse_is_refused_and_changes_nothing(words: str):
         MISUSES[words](cache, data)
     assert cache.length == 5 and cache.next_position.tolist() == [5, 5]
     assert all(torch.equal(value, before[key]) for key, value in cache.tokens.stored().items())
+
+
+@pytest.mark.parametrize("how", ["append", "attend"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_values_of_another_kind_than_keys_are_refused_and_change_nothing(how, queries):
+    """They would be read by their address in the next step."""
+    enc = build("rope+alibi", dtype=torch.float32)
+    data = testing.sample(enc, tokens=queries, dtype=torch.float32)
+    for v in (
+        data.v.double(),
+        data.v.bfloat16(),
+        data.v[:, :1],
+        data.v[:1],
+        data.v[:, :, 1:],
+        data.v.to("meta"),
+    ):
+        cache = grape.StreamingCache(enc)
+        with pytest.raises((ValueError, TypeError), match=r"\bv\b"), torch.no_grad():
+            getattr(cache, how)(data.q, data.k, v)
+        assert not cache.length
+
+
+REFUSED = {
+    "crop takes whole numbers of tokens, got 1.5": lambda c: c.crop(1.5),
+    "crop takes whole numbers of tokens, got True": lambda c: c.crop(True),
+    r"crop takes whole numbers of tokens, got \[1.0, 1.0\]": lambda c: c.crop(torch.ones(2)),
+    "select takes a 1-D integer tensor of rows, got list": lambda c: c.select([1, 0]),
+    "select takes a 1-D integer tensor of rows, got torch.bool": lambda c: c.select(
+        torch.tensor([True, False])
+    ),
+    "scale must be a number, got Tensor": lambda c: step(c, scale=torch.ones(())),
+    "scale must be finite, got nan": lambda c: step(c, scale=float("nan")),
+    r"encoding must come from grape.build\(…\), got str": lambda c: grape.StreamingCache("rope"),
+}
+
+
+def step(cache, **options):
+    data = testing.sample(cache.encoding, tokens=1)
+    return cache.attend(data.q, data.k, data.v, x=data.x, **options)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_arguments_of_the_wrong_kind_are_refused_by_name(words):
+    with pytest.raises((ValueError, TypeError), match=words), torch.no_grad():
+        REFUSED[words](filled()[0])
+
+
+def test_settings_are_whole_numbers():
+    for wrong in ({"capacity": 2.5}, {"rollback": 1.5}, {"capacity": "8"}):
+        with pytest.raises(ValueError, match="capacity must be at least 1 token and rollback 0 or more"):
+            grape.StreamingCache(build("rope"), **wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("default", (torch.float64, torch.bfloat16, torch.float16, "meta"), ids=str)
+def test_torchs_defaults_change_nothing(name, default):
+    """Dtypes and devices come from the tensors at hand, whatever a cache is asked to do."""
+    enc = build(name, dtype=torch.float32)
+    data = testing.sample(enc, tokens=40, dtype=torch.float32)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, :2] = True
+    ids, places = torch.tensor([0, 0, 1, 1]), torch.tensor([300.0, 301, 302, 304])
+    which = torch.tensor([1, 0])
+
+    def feed(cache, first: int, count: int, **where) -> torch.Tensor:
+        part = slice(first, first + count)
+        q, k, v = (t[:, :, part] for t in (data.q, data.k, data.v))
+        return cache.attend(q, k, v, x=data.x[:, part], **where)
+
+    def run(change: bool) -> list[torch.Tensor]:
+        try:
+            if change:
+                (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
+            ragged, real, packed = (grape.StreamingCache(enc) for _ in range(3))
+            found = [feed(ragged, 0, 6, padding=padding), feed(ragged, 6, 1), feed(ragged, 7, 5)]
+            ragged.crop([1, 2]).select(which).repeat(2).crop(1)
+            ragged = ragged.select(which).fork()
+            found += [ragged.next_position, feed(ragged, 12, 1), feed(ragged, 13, 3)]
+            found.append(feed(ragged.load_state_dict(ragged.state_dict()), 16, 1))
+            found += [feed(real, 0, 4, positions=places), real.next_position]
+            found += [feed(real, 4, 1), feed(real, 5, 3)]
+            with contextlib.suppress(ValueError):  # refused by some: then also under the other default
+                found += [feed(real.rebase(2), 8, 1), feed(packed, 0, 4, documents=ids)]
+                found.append(feed(packed, 4, 1, documents=ids[3:]))
+            found.append(feed(grape.StreamingCache(enc), 0, 0))
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        return found
+
+    with torch.no_grad():
+        for want, got in zip(run(False), run(True), strict=True):
+            assert got.dtype == want.dtype and torch.equal(want, got)
+
+
+@pytest.mark.parametrize("after", [2**24, 0.5 + 2**24, 2**40])
+def test_positions_far_out_go_on_exactly(after):
+    """Also where one sequence has no token yet."""
+    enc = build("alibi", dtype=torch.float32)
+    data = testing.sample(enc, tokens=12, dtype=torch.float32)
+    cache = grape.StreamingCache(enc)
+    padding = torch.zeros(2, 3, dtype=torch.bool)
+    padding[1] = True
+    places = torch.arange(3, dtype=torch.float64 if isinstance(after, float) else torch.long) + after
+    parts = [slice(0, 3), slice(3, 4), slice(4, 6)]
+    with torch.no_grad():
+        q, k, v = (t[:, :, parts[0]] for t in (data.q, data.k, data.v))
+        cache.append(q, k, v, positions=places, padding=padding)
+        for part in parts[1:]:
+            q, k, v = (t[:, :, part] for t in (data.q, data.k, data.v))
+            cache.append(q, k, v, positions=torch.arange(part.start, part.stop, dtype=places.dtype) + after)
+        assert cache.next_position.tolist() == [6 + after, 6 + after]
+        cache.append(q, k, v)
+    assert cache.next_position.tolist() == [8 + after, 8 + after]
 
 
 def test_bad_settings_and_lost_history_are_named():

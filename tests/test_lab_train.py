@@ -6,6 +6,8 @@ import gc
 import json
 import math
 import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +51,30 @@ def curve(data: Path | str, out: Path, **changes: Any) -> list[float]:
     train(config, out / "run", quiet=True)
     lines = read_metrics(out / "run")
     return [line["loss"] for kind in ("train", "validation") for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is asked to keep memory")
+def test_freed_memory_is_given_back_after_a_run():
+    """Megabytes beyond the start: within the run, after it, and after the same work again."""
+    code = """
+import os, torch
+from grape_pe.lab.train.allocator import freed_memory_kept
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+def work():
+    parts = [torch.ones(1 << 18) for _ in range(300)]
+work()
+start = resident()
+with freed_memory_kept():
+    work()
+    found = [resident() - start]
+found.append(resident() - start)
+work()
+print(*found, resident() - start)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kept, after, again = map(int, done.stdout.split())
+    assert kept > 200 and after < 30 and again < 100
 
 
 def test_losses_are_those_of_a_plain_loop(data: Path, usual: list[float]) -> None:

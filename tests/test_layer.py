@@ -342,6 +342,14 @@ IDS = torch.tensor([0] * 6 + [1] * 7)
         ({"padding": torch.zeros(T, dtype=torch.bool)}, "padding must be a bool tensor"),
         ({"positions": torch.tensor([*range(4), *range(9)]), "documents": IDS}, "positions must .* increase"),
         ({"cache": "none"}, "cache must come from layer.cache"),
+        ({"positions": list(range(T))}, "positions must be a torch.Tensor, got list"),
+        ({"positions": torch.ones(T, dtype=torch.bool)}, "positions must be integer or real, got torch.bool"),
+        ({"positions": torch.arange(T) + 0j}, "positions must be integer or real, got torch.complex64"),
+        ({"positions": torch.arange(T).bfloat16()}, "positions in torch.bfloat16 are wrong from 256"),
+        ({"positions": torch.tensor([*range(T - 1), torch.nan])}, "positions must be finite, got nan"),
+        ({"documents": [0] * T}, "documents must be a torch.Tensor, got list"),
+        ({"documents": torch.zeros(T)}, "documents must be integer ids, got torch.float32"),
+        ({"padding": [[False] * T] * 2}, "padding must be a torch.Tensor, got list"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(where, says):
@@ -349,8 +357,44 @@ def test_bad_arguments_are_refused_by_name(where, says):
         made()(inputs(), **where)
 
 
+def test_a_cache_of_another_library_is_refused_by_name():
+    class DynamicCache:
+        layers = (None,)
+
+    model = Decoder(DecoderConfig(vocab_size=7, width=C, layers=2, heads=2))
+    with pytest.raises(TypeError, match=r"cache must come from model.cache\(\), got DynamicCache"):
+        model(torch.zeros(1, 3, dtype=torch.long), cache=DynamicCache())
+    with pytest.raises(TypeError, match=r"cache must come from model.cache\(\), got StreamingCache"):
+        model(torch.zeros(1, 3, dtype=torch.long), cache=model.cache().layers[0])
+    with pytest.raises(TypeError, match=r"cache must come from layer.cache\(\), got DynamicCache"):
+        made()(inputs(), cache=DynamicCache())
+    with pytest.raises(TypeError, match=r"cache must come from layer.cache\(\), got DecoderCache"):
+        made()(inputs(), cache=model.cache())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16, torch.float64])
+@pytest.mark.parametrize("where", ["positions", "documents"])
+def test_numbers_of_any_dtype_are_the_same(dtype, where):
+    """Also where a step of the cache has another dtype than the one before."""
+    if where == "documents" and dtype in (torch.uint16, torch.float64):
+        pytest.skip("refused: ids are integers, of the dtypes torch computes with")
+    layer, x = made(), inputs()
+    given = {"positions": torch.arange(T) * 2 + 3, "documents": IDS}[where]
+    want = layer(x, **{where: given})
+    close(layer(x, **{where: given.to(dtype)}), want)
+    cache = layer.cache()
+    parts = [layer(x[:, :4], **{where: given[:4].to(dtype)}, cache=cache)]
+    with torch.no_grad():
+        for t in range(4, T):
+            kind = dtype if t % 2 else torch.int64
+            parts.append(layer(x[:, t : t + 1], **{where: given[t : t + 1].to(kind)}, cache=cache))
+    close(torch.cat(parts, 1), want)
+
+
 def test_wrong_inputs_and_caches_are_refused():
     layer, x = made(), inputs()
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
+        layer(x.tolist())
     for bad in (x[0], x[..., :5]):
         with pytest.raises(ValueError, match=r"x must have shape \(batch, tokens, width=32\)"):
             layer(bad)

@@ -79,8 +79,9 @@ class PathBias(Bias):
                 'be moved; use probe_rotation="relative"'
             )
         width = self.probe_k.shape[-1]
-        angle = torch.full((width // 2,), -float(offset), dtype=exact_dtype(self.probe_k.device))
-        turn = PlaneRotation.from_angle(angle.to(self.probe_k.device), self.probe_k.dtype)
+        device = self.probe_k.device
+        angle = torch.full((width // 2,), -float(offset), dtype=exact_dtype(device), device=device)
+        turn = PlaneRotation.from_angle(angle, self.probe_k.dtype)
         return replace(self, probe_k=turn.apply(self.probe_k))
 
     def tile(self, rows: slice, cols: slice) -> Tensor:

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from ..attention.masks import ID_DTYPES
+from ..encodings.base import check_numbers
 from ..encodings.prepared import Preparation, Prepared
+from ..precision import exact_dtype
 from .table import fit, take
 
 if TYPE_CHECKING:
@@ -138,7 +141,7 @@ def arrange(
             f"an encoding with coords={coords} needs positions=… and does not support documents=…"
         )
     if not count:
-        return Layout(torch.zeros(1, 0, device=device) if where is None else where, next=rows)
+        return Layout(_follow(rows[:1], 0, device) if where is None else where, next=rows)
     packing = {} if padding is None else _packing(padding, batch, count)
     order, counts = packing.get("order"), packing.get("counts")
     if order is not None:
@@ -174,6 +177,7 @@ def arrange(
 
 def _packing(padding: Tensor, batch: int, count: int) -> dict[str, Any]:
     """The fields of a layout that depend on padding; none if there is no padding."""
+    check_kind(padding, "padding")
     if padding.shape != (batch, count) or padding.dtype != torch.bool:
         raise ValueError(
             f"padding must be a bool tensor of shape {(batch, count)}, True where there is no token, "
@@ -197,6 +201,7 @@ def packing_order(padding: Tensor) -> dict[str, Tensor]:
 
 def checked(tensor: Tensor, name: str, batch: int, count: int, coords: int, device: torch.device) -> Tensor:
     """Reshape positions or ids to (B|1, T, …), or raise a ValueError."""
+    check_kind(tensor, name)
     axes = (coords,) if coords > 1 else ()
     rows = tensor[None] if tensor.dim() == 1 + len(axes) else tensor
     if rows.shape not in ((1, count, *axes), (batch, count, *axes)):
@@ -204,15 +209,37 @@ def checked(tensor: Tensor, name: str, batch: int, count: int, coords: int, devi
             f"{name} must have shape {(count, *axes)} or {(batch, count, *axes)}, one for each new token, "
             f"got {tuple(tensor.shape)}"
         )
-    return rows.to(device)
+    if name == "documents":
+        check_ids(tensor)
+    else:
+        check_numbers(tensor)
+    return rows.to(device, None if rows.is_floating_point() else torch.int64)
+
+
+def check_kind(tensor: Any, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; use torch.tensor(…)")
+
+
+def check_ids(documents: Tensor) -> None:
+    if documents.dtype not in ID_DTYPES:
+        raise ValueError(f"documents must be integer ids, got {documents.dtype}; number the documents")
+
+
+def as_numbers(values: Sequence[float], device: torch.device) -> Tensor:
+    """int64 if all are whole by type, else float64: whatever torch's default dtype."""
+    whole = all(isinstance(value, int) for value in values)
+    return torch.tensor(values, device=device, dtype=torch.int64 if whole else exact_dtype(device))
 
 
 def _follow(rows: Sequence[float], count: int, device: torch.device) -> Tensor:
     """Positions that continue from `rows`, (B, T), or (1, T) if these are equal."""
     if len(set(rows)) <= 1:
         first = rows[0] if rows else 0
-        return torch.arange(first, first + count, device=device)[None]
-    return torch.tensor(rows, device=device).unsqueeze(-1) + torch.arange(count, device=device)
+        if isinstance(first, int):
+            return torch.arange(first, first + count, device=device)[None]
+        rows = [first]
+    return as_numbers(rows, device).unsqueeze(-1) + torch.arange(count, device=device)
 
 
 def valid(counts: Tensor, count: int) -> Tensor:
@@ -243,7 +270,7 @@ def decreases(where: Tensor, last: Tensor | None) -> Tensor:
 def _last(tail: Tail, device: torch.device) -> Tensor:
     """The position of each last token, (B,); -inf for a sequence without tokens."""
     last = [n - 1 if cached else float("-inf") for n, cached in zip(tail.next, tail.lengths, strict=True)]
-    return torch.tensor(last, device=device)
+    return as_numbers(last, device)
 
 
 def _within(starts: Tensor, rows: Sequence[float] | None = None) -> Tensor:
@@ -252,7 +279,7 @@ def _within(starts: Tensor, rows: Sequence[float] | None = None) -> Tensor:
     first = torch.where(starts, token, -1).cummax(-1).values
     if rows is None:
         return token - first
-    begin = torch.tensor(rows, device=starts.device).unsqueeze(-1)
+    begin = as_numbers(rows, starts.device).unsqueeze(-1)
     return torch.where(first < 0, begin + token, token - first)
 
 

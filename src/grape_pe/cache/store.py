@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Self
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..attention import key_bound
 from ..encodings.base import Encoding
-from .layout import Tail
+from .layout import Tail, as_numbers
 from .sequences import Sequences
 from .table import OPTIONAL, TokenTable
 
@@ -52,9 +53,11 @@ class TokenStore:
 
     @property
     def next_position(self) -> Tensor | None:
-        """The position of the next token of each sequence, (B,); None if empty or with several coordinates."""
+        """The position of the next token of each sequence, (B,), on the CPU; None if empty or with several coordinates."""
         known = self.sequences
-        return torch.tensor(known.next) if known.lengths and known.next is not None else None
+        return (
+            as_numbers(known.next, torch.device("cpu")) if known.lengths and known.next is not None else None
+        )
 
     def tail(self) -> Tail | None:
         """The end of the sequences, from which the next call continues; None for an empty cache."""
@@ -119,7 +122,9 @@ class TokenStore:
     def crop(self, tokens: int | Sequence[int] | Tensor) -> Self:
         """Remove the last `tokens` tokens: one number, or one for each sequence. At most `rollback`, or all."""
         given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        each = given if isinstance(given, Sequence) else [given] * max(1, len(self.sequences.lengths))
+        each = list(given) if isinstance(given, Sequence) else [given] * max(1, len(self.sequences.lengths))
+        if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in each):
+            raise TypeError(f"crop takes whole numbers of tokens, got {given!r}")
         return self._crop([int(n) for n in each])
 
     def crop_columns(self, columns: int) -> Self:
@@ -174,6 +179,9 @@ class TokenStore:
 
     def select(self, index: Tensor) -> Self:
         """Keep the sequences `index` of the batch, in that order, for beam search or finished requests."""
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
+            got = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+            raise TypeError(f"select takes a 1-D integer tensor of rows, got {got}; use torch.tensor(…)")
         if not self.batch:
             return self
         rows = index.tolist()
@@ -190,7 +198,7 @@ class TokenStore:
 
     def repeat(self, times: int) -> Self:
         """Repeat every sequence `times` times, as `torch.repeat_interleave` does."""
-        return self.select(torch.arange(self.batch).repeat_interleave(times))
+        return self.select(torch.arange(self.batch, device="cpu").repeat_interleave(times))
 
     def fork(self) -> Self:
         """Return an independent copy of the cache."""

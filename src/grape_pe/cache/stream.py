@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..attention.attend import check_tensors
 from ..attention.masks import check_window
 from ..bias import Bias, NoBias, PathBias, ScoreBias, SumBias, TileBias
 from ..encodings.base import Encoded, Encoding
@@ -60,8 +61,11 @@ class StreamingCache(TokenStore):
         key_norm: nn.Module | None = None,
         norm_after: Norms | None = None,
     ) -> None:
+        if not isinstance(encoding, Encoding):
+            raise TypeError(f"encoding must come from grape.build(…), got {type(encoding).__name__}")
         check_window(window, sinks)
-        if (capacity is not None and capacity < 1) or rollback < 0:
+        whole = all(isinstance(n, int) for n in (1 if capacity is None else capacity, rollback))
+        if not whole or (capacity is not None and capacity < 1) or rollback < 0:
             raise ValueError(
                 f"capacity must be at least 1 and rollback at least 0, got capacity={capacity} and "
                 f"rollback={rollback}"
@@ -114,6 +118,7 @@ class StreamingCache(TokenStore):
     def _append(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, **where: Tensor | None
     ) -> tuple[Layout, AttentionInputs]:
+        check_tensors(q, k, v)
         layout = self._layout(q, k, x, **where)
         q, k, v = (layout.pack(t, 2) for t in (q, k, v))
         return layout, self.extend(q, k, v, None if x is None else layout.pack(x), layout)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..bias import NO_BIAS, Bias
 from ..checks import check_integer
-from ..precision import autocasts, exact_dtype, without_autocast, working_dtype
+from ..precision import autocasts, exact_dtype, readable, without_autocast, working_dtype
 from .facts import Facts
 
 #: What later tokens need of earlier ones, such as a running sum: (B, n, S), whose last T slices belong to the
@@ -261,8 +261,9 @@ class Encoding(FullPrecision, ABC):
         if x is not None and autocasts(q):
             x = x.to(working_dtype(x.dtype))  # float32, as the weights are under autocast
         with without_autocast(q):
+            where = self._positions(positions, q, state)
             whole = positions is None or not positions.is_floating_point()
-            tokens = Tokens(q, k, self._positions(positions, q, state), x, v, whole=whole)
+            tokens = Tokens(q, k, where, x, v, whole=whole)
             return self.encode(tokens, state)
 
     if TYPE_CHECKING:  # nn.Module declares that a call returns Any
@@ -310,12 +311,23 @@ class Encoding(FullPrecision, ABC):
 
 def check_positions(positions: Tensor, q: Tensor, coords: int) -> Tensor:
     """Convert positions to (B|1, T, coords) in float64, or raise an error if they do not fit q."""
+    check_numbers(positions)
     batch, length = q.shape[0], q.shape[2]
     tail = (coords,) if coords > 1 else ()
     if positions.shape not in ((length, *tail), (batch, length, *tail), (1, length, *tail)):
         raise ValueError(
             f"positions must have shape {(length, *tail)} or {(batch, length, *tail)}, one for each new token, "
             f"got {tuple(positions.shape)}"
+        )
+    rows = positions.shape[0] if positions.dim() > len((length, *tail)) else 1
+    return positions.to(q.device, exact_dtype(q.device)).reshape(rows, length, coords)
+
+
+def check_numbers(positions: Tensor) -> None:
+    """Raise unless these are integers, or finite numbers of at least 32 bits."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(
+            f"positions must be a torch.Tensor, got {type(positions).__name__}; use torch.tensor(…)"
         )
     if positions.dtype == torch.bool or positions.is_complex():
         raise TypeError(f"positions must be integer or real, got {positions.dtype}")
@@ -324,10 +336,8 @@ def check_positions(positions: Tensor, q: Tensor, coords: int) -> Tensor:
             raise TypeError(
                 f"positions in {positions.dtype} are wrong from 256 or 2048 on; use integers or float32"
             )
-        if not bool(positions.isfinite().all()):
+        if readable(positions) and not bool(positions.isfinite().all()):
             raise ValueError("positions must be finite, got nan or inf; check how they are computed")
-    rows = positions.shape[0] if positions.dim() > len((length, *tail)) else 1
-    return positions.to(q.device, exact_dtype(q.device)).reshape(rows, length, coords)
 
 
 class NoPE(Encoding):

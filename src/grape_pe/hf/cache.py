@@ -67,7 +67,7 @@ class GrapeCacheLayer:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store is not None and self.store.batch:
-            self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.store.batch, device="cpu").repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the cached tensors, but not the model's modules."""

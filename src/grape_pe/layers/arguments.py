@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from ..cache import Layout, StreamingCache, arrange, check_packing
+from ..cache.layout import check_ids, check_kind
 from ..checks import check_integer
 from ..encodings import Encoding
 from ..encodings.path import PaTH
@@ -61,6 +62,7 @@ def check_norm_after(encoding: Encoding) -> None:
 
 def check_input(x: Tensor, width: int) -> None:
     """Raise a ValueError unless x is (B, T, width)."""
+    check_kind(x, "x")
     if x.dim() != 3 or x.shape[2] != width:
         raise ValueError(f"x must have shape (batch, tokens, width={width}), got {tuple(x.shape)}")
 
@@ -122,11 +124,13 @@ def _shared(
 
 def _packed(documents: Tensor, batch: int, count: int) -> Layout:
     """The layout of packed documents, without reading values, so that torch.compile can trace it."""
+    check_kind(documents, "documents")
     if tuple(documents.shape) not in ((count,), (1, count), (batch, count)):
         raise ValueError(
             f"documents must have shape {(count,)} or {(batch, count)}, one for each token, "
             f"got {tuple(documents.shape)}"
         )
+    check_ids(documents)
     return Layout.from_documents(documents)
 
 

@@ -212,6 +212,8 @@ class Decoder(nn.Module):
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have shape (batch, tokens), got {tuple(tokens.shape)}")
+        if cache is not None and not isinstance(cache, DecoderCache):
+            raise TypeError(f"cache must come from model.cache(), got {type(cache).__name__}")
         encoding, first = self.model.encoding_of(0), None if cache is None else cache.layers[0]
         if first is not None:
             check_model_cache(first, encoding)

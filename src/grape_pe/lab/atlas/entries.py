@@ -79,6 +79,7 @@ class AtlasEntry:
         return f"with `{listed}`" if listed else "no"
 
 
+@torch.random.fork_rng(devices=[])
 def measure(name: str, *, timed: bool = True) -> AtlasEntry:
     """Everything about one encoding; without `timed`, all that is the same on every machine."""
     torch.manual_seed(0)

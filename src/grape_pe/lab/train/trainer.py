@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..config import RunConfig
 from ..data import Batch, prefetch
 from ..errors import Diverged, LabError
 from ..progress import ProgressLine
-from .allocator import keep_freed_memory
+from .allocator import freed_memory_kept
 from .checkpoint import Checkpoints
 from .collector import PausedCollector
 from .distributed import World, check_split, world
@@ -178,11 +178,10 @@ class Trainer:
     def run(self) -> Outcome:
         """Train to the last step, or until a signal asks to stop."""
         stopped = 0
-        if self.world.device.type == "cpu":
-            keep_freed_memory()
+        kept = freed_memory_kept() if self.world.device.type == "cpu" else nullcontext()
         try:
             # to the end: a cluster may ask twice, also while this saves
-            with StopSignals() as signals, PausedCollector() as self.collector, self.profile:
+            with kept, StopSignals() as signals, PausedCollector() as self.collector, self.profile:
                 stopped = self._train(signals)
                 self._save()
                 self.checkpoints.finish()
