@@ -128,3 +128,16 @@ def test_tiles_of_a_wrong_shape_are_refused(impl):
     batch = TileBias(lambda *a: radial(*a).expand(3, -1, -1, -1), x, x)
     with pytest.raises(ValueError, match="the bias must broadcast to"):
         attend(q[:1], k[:1], v[:1], bias=batch, impl=impl)
+
+
+def test_a_number_for_all_pairs_is_not_rounded_to_torchs_default_dtype():
+    (q, k, v), _ = case(150, False)
+    x = {"x": torch.zeros(1, 1, 150)}
+    bias = ScoreBias(lambda t, j, query, key: 0.1, x, x)
+    want = attend(q, k, v, bias=bias, impl="blocks", return_lse=True)[1]
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        got = attend(q, k, v, bias=bias, impl="blocks", return_lse=True)[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, want)

@@ -85,6 +85,7 @@ BAD_CALLS = [
     ("rope", {"positions": torch.tensor([0, 1, float("nan"), 3, 4])}, ValueError, "finite"),
     ("rope", {"positions": torch.arange(5) > 2}, TypeError, "integer or real"),
     ("rope", {"positions": torch.arange(5).bfloat16()}, TypeError, "use integers or float32"),
+    ("rope", {"positions": [0, 1, 2, 3, 4]}, TypeError, r"positions must be a torch\.Tensor, got list"),
     ("fox", {}, ValueError, r"expected x of shape \(2, 5, 6\), got nothing"),
     ("fox", {"x": X[:, :4]}, ValueError, r"got \(2, 4, 6\)"),
     ("rope+fox", {}, ValueError, "expected x of shape"),
