@@ -126,18 +126,6 @@ def test_a_negation_left_to_do_is_done(impl, name):
     assert torch.equal(negated, attended(lambda x: x, impl))
 
 
-def test_gradients_of_negations_left_to_do():
-    """The backward pass reads the same addresses."""
-    weight = tokens(1, HEADS, T, 16, seed=9)
-
-    def gradients(change) -> tuple[Tensor, ...]:
-        given = [change(x).requires_grad_() for x in qkv()]
-        return torch.autograd.grad(attend(*given, bias=slope()), given, weight)
-
-    for a, b in zip(gradients(lambda x: torch._neg_view(-x)), gradients(lambda x: x), strict=True):
-        assert torch.equal(a, b)
-
-
 def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
 

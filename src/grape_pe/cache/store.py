@@ -53,7 +53,7 @@ class TokenStore:
 
     @property
     def next_position(self) -> Tensor | None:
-        """The position of the next token of each sequence, (B,), on the CPU; None if empty or with several coordinates."""
+        """The next position of each sequence, (B,), on the CPU; None if empty or with several coordinates."""
         known = self.sequences
         return (
             as_numbers(known.next, torch.device("cpu")) if known.lengths and known.next is not None else None
