@@ -447,7 +447,7 @@ def test_arguments_of_the_wrong_kind_are_refused_by_name(words):
 
 def test_settings_are_whole_numbers():
     for wrong in ({"capacity": 2.5}, {"rollback": 1.5}, {"capacity": "8"}):
-        with pytest.raises(ValueError, match="capacity must be at least 1 token and rollback 0 or more"):
+        with pytest.raises(ValueError, match="capacity must be at least 1 and rollback at least 0"):
             grape.StreamingCache(build("rope"), **wrong)
 
 
