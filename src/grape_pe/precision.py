@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -32,6 +33,11 @@ def readable(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta or is_fake(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def ensure(ok: Tensor, readable: bool, message: str) -> None:

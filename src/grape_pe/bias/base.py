@@ -192,7 +192,7 @@ def join(first: Tensor, second: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NoBias(Bias):
-    """A bias of zero: NoPE and all rotations."""
+    """The bias 0, of NoPE and all rotations."""
 
     def tile(self, rows: slice, cols: slice) -> None:
         return None

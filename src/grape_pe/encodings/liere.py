@@ -14,7 +14,7 @@ from .rotary import RotationEncoding
 
 
 class LieRE(RotationEncoding):
-    """The rotation exp(sum over axes a of n_a (W_a - W_a^T)), by `matrix_exp` in O(D^3) for each token.
+    """LieRE: the rotation exp(sum over axes a of n_a (W_a - W_a^T)), by `matrix_exp` in O(D^3) for each token.
 
     The relative law holds for one coordinate. It does not hold for more, because the generators of different axes
     do not commute.

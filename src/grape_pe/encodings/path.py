@@ -43,7 +43,7 @@ class PaTH(Encoding):
             name="path",
             about="multiplies by Householder-like factors of the tokens in between",
             formula="logit(t, j) = k_j^T H_{j+1} … H_t q_t / √D,  H_l = I − β_l w_l w_l^T",
-            group="none: a product of the factors of the tokens passed, which are not orthogonal unless β = 0 or 2",
+            group="none: a product of factors of the tokens in between, which are not orthogonal unless β = 0 or 2",
             source="Yang et al., 2025, PaTH Attention, arXiv:2505.16381",
             recovers="baseline (PaTH)",
             learned="directions, strengths",

@@ -44,8 +44,8 @@ class PathIntegral(SlopeEncoding):
             name="grape-ap",
             about="sums a learned edge cost over the tokens in between",
             formula="b(t, j) = s_h Σ_{l=j+1}^t log σ(⟨p_t, R_l p_l⟩ / P)",
-            group="for each query, a product of unipotent factors I − ψ E of the tokens passed; none for all "
-            "queries together, since the query enters every factor",
+            group="for each query, a product of unipotent factors I − ψ E of the tokens in between; none for "
+            "all queries together, since every factor depends on the query",
             source=GRAPE,
             recovers="ALiBi, FoX (endpoint-free)",
             learned="probe",

@@ -18,7 +18,7 @@ from .frequencies import Frequencies
 
 
 class PoPE(Encoding):
-    """The score sum_i softplus(q_i) softplus(k_i) cos((t - j) theta_i - delta_i) / sqrt(D), with D frequencies.
+    """PoPE: the score sum_i softplus(q_i) softplus(k_i) cos((t - j) theta_i - delta_i) / sqrt(D), with D frequencies.
 
     Encoded queries and keys have 2D features, so cached keys need twice the memory. The default scale of `attend`
     is then 1/sqrt(2D); a factor sqrt(2) of the queries makes it 1/sqrt(D). If you pass your own scale, divide it by

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from ..precision import autocasts, exact_dtype, working_dtype
+from ..precision import autocasts, exact_dtype, transforming, working_dtype
 from .base import Encoding
 
 #: largest number of tokens to prepare; for more, the tensors of all layers together would be large
@@ -53,9 +52,9 @@ class Preparation:
 
     def __call__(self, positions: Tensor | None, dtype: torch.dtype) -> Prepared | None:
         """Prepare for checked positions, (B|1, T). None if each layer has to compute its own values."""
-        if positions is None or positions.shape[1] > FEW or positions.is_floating_point() or not _plain():
+        if positions is None or positions.shape[1] > FEW or positions.is_floating_point():
             return None
-        if autocasts(positions):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforming() or autocasts(positions):
             return None
         if self.device != positions.device:
             self.device, self.groups = positions.device, self._grouped(positions.device)
@@ -75,16 +74,6 @@ class Preparation:
             if all(tensor.device == device for tensor in itertools.chain(part.parameters(), part.buffers())):
                 groups[type(part), part.shape, part.like].append(part)
         return list(groups.values())
-
-
-def _plain() -> bool:
-    """Whether gradients are off and neither torch.compile nor torch.func is active."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
 
 
 def hooked(module: nn.Module) -> bool:

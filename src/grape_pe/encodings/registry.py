@@ -114,13 +114,10 @@ def register(name: str, cls: type[Encoding], **preset: Any) -> None:
         raise TypeError(f"register expects a subclass of grape_pe.Encoding, got {cls!r}")
     if not name or set(name) & set("+@,[]/ "):
         raise ValueError(f"{name!r} is not a valid encoding name; use letters, digits and hyphens")
-    if name in ENTRIES and not _same_class(ENTRIES[name].cls, cls):
-        raise ValueError(f"{name!r} is taken by {ENTRIES[name].cls.__qualname__}; choose another name")
+    old = ENTRIES[name].cls if name in ENTRIES else cls
+    if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"{name!r} is taken by {old.__qualname__}; choose another name")
     ENTRIES[name] = Entry(cls, preset)
-
-
-def _same_class(old: type, new: type) -> bool:
-    return (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
 
 
 def entry(name: str) -> Entry:

@@ -282,7 +282,7 @@ class ContextualRotary(PlanesEncoding):
             name="grape-m-ctx",
             about="rotates by a running sum of a learned gate",
             formula="G_t = diag(R(Φ_t θ_1), …),  Φ_t = Σ_{l<t} gate(x_l)",
-            group="in the torus of SO(D), with the running sum Φ_t in the place of the position",
+            group="in the torus of SO(D), with the running sum Φ_t instead of the position",
             source=GRAPE,
             recovers="RoPE (constant gate); Selective RoPE's rotation, with steps of one sign (`phase_per_plane`)",
             learned="gate, frequencies",

@@ -22,7 +22,7 @@ RANGE = 0.45
 
 
 class XPos(RotationEncoding):
-    """RoPE that also multiplies plane i of <q_t, k_j> by zeta_i^((t - j) / scale_base), at most 1 for j <= t.
+    """xPos: RoPE that also multiplies plane i of <q_t, k_j> by zeta_i^((t - j) / scale_base), at most 1 for j <= t.
 
     Queries are multiplied by zeta^(t - c) and keys by zeta^(c - j), where c is the middle position of the first
     call, kept in the state. These factors must not overflow: positions farther than `reach(dtype)` from c raise an
@@ -42,7 +42,7 @@ class XPos(RotationEncoding):
     facts = (
         Facts(
             name="xpos",
-            about="rotates as RoPE, and fades each plane with the distance",
+            about="rotates as RoPE, and shrinks each plane with the distance",
             formula="⟨q_t, k_j⟩ → Σ_i ζ_i^{(t−j)/512} ⟨q_i, R((j−t) θ_i) k_i⟩,  ζ_i = (2i/D + γ) / (1 + γ)",
             group="in GL(D): ζ^n R(n θ) on queries, its inverse transpose on keys; all elements commute",
             source="Sun et al., 2022, A Length-Extrapolatable Transformer, arXiv:2212.10554",

@@ -111,15 +111,18 @@ class Rank2Rotation:
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """(f1, f2) of exp(eta L) = I + f1 L + f2 L^2 (Eq. R3)."""
+        return self._closed_form()[2:]
+
+    def _closed_form(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """a and b made orthogonal, and the coefficients f1 and f2."""
         a, b = self._orthogonal_pair()
         u = self.eta.square() * a.square().sum(-1) * b.square().sum(-1)  # (eta s)^2
-        return self.eta * sinc_of_square(u), self.eta.square() * versine_of_square(u)
+        return a, b, self.eta * sinc_of_square(u), self.eta.square() * versine_of_square(u)
 
     @ignores_autocast
     def apply(self, x: Tensor) -> Tensor:
         """Rotate x, (..., D), with two inner products and one update. Coefficients stay in the dtype of eta."""
-        a, b = self._orthogonal_pair()
-        f1, f2 = self.coefficients()
+        a, b, f1, f2 = self._closed_form()
         alpha, beta = a.square().sum(-1), b.square().sum(-1)
         # x + f1 (a v - b u) - f2 (beta a u + alpha b v) with u = <a, x>, v = <b, x> (Eq. R4)
         working = working_dtype(x.dtype)
@@ -144,10 +147,10 @@ class Rank2Rotation:
         return Rank2Rotation(self.a, self.b, -self.eta)
 
     def as_matrix(self, width: int | None = None) -> Tensor:
-        generator = rank2_generator(*self._orthogonal_pair())
-        f1, f2 = (f[..., None, None] for f in self.coefficients())
+        a, b, f1, f2 = self._closed_form()
+        generator = rank2_generator(a, b)
         eye = torch.eye(generator.shape[-1], dtype=generator.dtype, device=generator.device)
-        return eye + f1 * generator + f2 * (generator @ generator)
+        return eye + f1[..., None, None] * generator + f2[..., None, None] * (generator @ generator)
 
 
 def _contract(x: Tensor, pair: Tensor) -> Tensor:

@@ -247,11 +247,6 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     add_hook_to_module(module, hook)
 
 
-def _attention_class(family: Family) -> type[nn.Module]:
-    """The class of a family's stock attention, which its model names for recording attention weights."""
-    return family.base._can_record_outputs["attentions"]  # type: ignore[index,no-any-return,return-value]
-
-
 def _classes(family: Family) -> tuple[type[PreTrainedConfig], type[AdaptedBase], type[AdaptedForCausalLM]]:
     """Create configuration, model and language model of a family: Grape…Config, Grape…Model, Grape…ForCausalLM."""
     config: Any = config_class(family)
@@ -261,9 +256,8 @@ def _classes(family: Family) -> tuple[type[PreTrainedConfig], type[AdaptedBase],
         return type(f"Grape{family.name}{suffix}", bases, {**common, **own})
 
     by_type = "layer_types" in family.config.__dataclass_fields__
-    attention = type(
-        f"Grape{family.name}Attention", (Adapted, _attention_class(family)), {"__module__": __name__}
-    )
+    stock: Any = family.base._can_record_outputs["attentions"]  # type: ignore[index]  # its attention class
+    attention = type(f"Grape{family.name}Attention", (Adapted, stock), {"__module__": __name__})
     mask = {LAYER_TYPE: None} if by_type else None
     base = derive("Model", AdaptedBase, family.base, attention=attention, mask=mask)
     model = derive("ForCausalLM", AdaptedForCausalLM, family.for_causal_lm, base=base)

@@ -65,7 +65,8 @@ def to_stock(model: Source) -> PreTrainedModel:
     encodings, config = check_stock_form(model)
     settings: Any = model.config
     adapted = isinstance(model, AdaptedForCausalLM)
-    cls: Any = settings.family.for_causal_lm if adapted else _stock_class(model)
+    cls: Any = Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM
+    cls = settings.family.for_causal_lm if adapted else cls
     stock = cls(config).to(dtype=next(model.parameters()).dtype)
     lost = stock.load_state_dict(_stock_state(model, encodings), strict=False)
     wrong = {*lost.missing_keys, *lost.unexpected_keys} - {"lm_head.weight"}
@@ -239,10 +240,6 @@ def _attention_factor(model: Source) -> float:
         return 1.0
     base: Any = model.base_model
     return next(rope.scale**0.5 for rope in base.ropes if rope is not None)  # type: ignore[no-any-return]
-
-
-def _stock_class(model: Any) -> type[PreTrainedModel]:
-    return Qwen3ForCausalLM if model.config.qk_norm else LlamaForCausalLM
 
 
 def _stock_config(model: Any) -> PreTrainedConfig:

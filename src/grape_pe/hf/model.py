@@ -89,6 +89,7 @@ class GrapeModel(GrapePreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
+        """Compute hidden states. The arguments are those of `GrapeForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -202,6 +203,22 @@ class GrapeForCausalLM(GrapePreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Compute logits and, with `labels`, the loss.
+
+        Args:
+            input_ids: tokens, (B, T).
+            attention_mask: (B, tokens so far), 0 at padding.
+            position_ids: positions, (B, T); where they do not increase, a packed document starts.
+            past_key_values: a `DynamicCache` or `StaticCache`, filled in place.
+            inputs_embeds: embeddings, (B, T, C), instead of `input_ids`.
+            labels: tokens, (B, T), shifted inside; -100 where there is no target.
+            use_cache: whether to return a cache; by default only outside training.
+            logits_to_keep: number of last tokens to compute logits for, or their indices; 0 for all tokens.
+            return_logits: whether to compute logits; by default not in training with `labels`.
+            return_dict: whether to return a `CausalLMOutputWithPast` instead of a tuple.
+            num_items_in_batch: divisor of the summed loss; the number of targets by default.
+            kwargs: `output_attentions` and `output_hidden_states`.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

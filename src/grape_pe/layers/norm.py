@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+
+from ..precision import transforming
 
 
 class RMSNorm(nn.RMSNorm):
@@ -18,15 +19,11 @@ class RMSNorm(nn.RMSNorm):
         eps = self.eps
         assert eps is not None and isinstance(self.weight, Tensor)
         full = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
-        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _transforming()
+        # _Normed has no rules for torch.compile, torch.func and forward mode
+        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transforming()
         if full and x.device.type == "cpu" and plain:
             return _Normed.apply(x, self.weight, eps)  # type: ignore[no-any-return,no-untyped-call]
         return F.rms_norm(x, self.normalized_shape, self.weight, eps)
-
-
-def _transforming() -> bool:
-    """Whether torch.func or forward-mode differentiation is active, which `_Normed` does not support."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class _Normed(torch.autograd.Function):

@@ -78,15 +78,11 @@ def _dense(
         if hidden_grad:
             torch.mm(slope, weight, out=d_hidden[start : start + size])
         if weight_grad:
-            _add_product(d_weight, slope, rows)
+            if rows.dtype == torch.float32:
+                d_weight.addmm_(slope.T, rows)
+            else:
+                d_weight += slope.T @ rows
     return total, d_hidden, d_weight.to(weight.dtype) if weight_grad else d_weight
-
-
-def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
-    if rows.dtype == torch.float32:
-        total.addmm_(slope.T, rows)
-    else:
-        total += slope.T @ rows
 
 
 @_chunked.register_fake
