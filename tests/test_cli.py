@@ -105,7 +105,7 @@ def test_the_papers_models_are_counted_without_memory(
         (["model", "medium", "--encoding", "grap-m"], "did you mean grape-m"),
         (["train", "demo", "--encoding", "grap-m", "--dry-run"], "did you mean grape-m"),
         (["inspect", "fox[forget_bias=x]"], "forget_bias of fox must be a number, got 'x'"),
-        (["atlas", "--encodings", ","], "--encodings must name at least one encoding, got ','"),
+        (["atlas", "--encodings", ","], "--encodings must name at least one, separated by commas, got ','"),
         (["encodings", "rope", "fox"], "unexpected argument 'fox'"),
         (["train", "demoo", "--dry-run"], "did you mean demo"),
         (["train", "demo", "--train.lrr", "1", "--dry-run"], "did you mean --train.lr?"),

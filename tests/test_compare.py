@@ -109,8 +109,11 @@ def test_seeds_come_one_after_the_other():
         ({"name": "demo", "tasks": ["flipflop"]}, "flip-flop"),
         ({"name": "demo", "arms": []}, "arms"),
         ({"name": "demo", "overrides": {"train.stepz": 3}}, "train.steps"),
-        ({"name": "demo", "arms": ["rope", "fox", "rope"]}, "encodings must differ, but rope is there twice"),
-        ({"name": "demo", "tasks": ["copy", "copy"]}, "tasks must differ, but copy is there twice"),
+        (
+            {"name": "demo", "arms": ["rope", "fox", "rope"]},
+            "encodings must differ, got rope twice; name each once",
+        ),
+        ({"name": "demo", "tasks": ["copy", "copy"]}, "tasks must differ, got copy twice; name each once"),
         ({"name": "demo", "overrides": {"probe.train.steps": 99}}, "no effect without a task"),
     ],
     ids=str,
@@ -185,12 +188,12 @@ def test_arms_in_files_set_more_than_the_encoding(tmp_path):
         ("fox[forget_bias=4]+rope", "options go in brackets after the whole name"),
         ("fox[forget_bias]", "write name=value"),
         ("fox[forget_bais=4]", "forget_bias"),
-        ({"label": "a/b", "encoding": "fox"}, "without / and a leading dot"),
+        ({"label": "a/b", "encoding": "fox"}, "without / or a leading dot"),
         (
             {"label": "a", "encoding": "fox", "train": {"lrr": 1}},
             "a: unknown setting 'train.lrr'; did you mean train.lr",
         ),
-        ({"label": "rope", "encoding": "fox"}, "rope is there twice"),
+        ({"label": "rope", "encoding": "fox"}, "encodings must differ, got rope twice"),
     ],
     ids=str,
 )
@@ -205,7 +208,7 @@ def test_a_label_stands_for_one_arm(tmp_path):
     join_directory(tmp_path, load_comparison("demo", arms=["rope", slow]), Resources(1, 0))
     again = join_directory(tmp_path, load_comparison("demo", arms=[slow, "alibi"]), Resources(1, 0))
     assert [arm.label for arm in again.arms] == ["rope", "mine", "alibi"]
-    with pytest.raises(LabError, match="has another arm 'mine'; give this one another label"):
+    with pytest.raises(LabError, match="has another arm 'mine'; choose another label for this one"):
         join_directory(
             tmp_path, load_comparison("demo", arms=[Arm(label="mine", encoding="rope")]), Resources(1, 0)
         )
@@ -233,7 +236,7 @@ def test_settings_of_probes_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert main(["compare", "demo", "--tasks", "copy", "--probe.train.steps", "300", *out]) == 2
     assert [each.probe.train.steps for each in told] == [10000, 300]
     assert main(["compare", "demo", "--encodings", "rope,rope", *out]) == 2
-    assert "rope is there twice" in capsys.readouterr().err and len(told) == 2
+    assert "encodings must differ, got rope twice" in capsys.readouterr().err and len(told) == 2
 
 
 def test_a_second_comparison_in_one_directory_waits_its_turn(corpus, tmp_path, capsys):
@@ -259,9 +262,8 @@ def test_the_evaluation_runs_where_the_model_trains(monkeypatch, tmp_path):
     monkeypatch.setattr("grape_pe.lab.compare.job.train", lambda *_args, **_more: SimpleNamespace(signal=0))
     monkeypatch.setattr("grape_pe.lab.compare.job.load_model", lambda _: model)
     monkeypatch.setattr("grape_pe.lab.compare.job.default_device", lambda: torch.device("meta"))
-    monkeypatch.setattr("grape_pe.lab.compare.job._write", lambda *_: None)
-    kept = lambda _job, _comparison, model: seen.append(model.head.device.type) or {}  # noqa: E731
-    monkeypatch.setattr("grape_pe.lab.compare.job._task_scores", kept)
+    scored = lambda model, task, **_: seen.append(model.head.device.type) or []  # noqa: E731
+    monkeypatch.setattr("grape_pe.lab.compare.job.score", scored)
     comparison = load_comparison("flip-flop")
     assert run_job(next(iter(jobs(comparison))), comparison, tmp_path) == 0
     assert seen == ["meta"]

@@ -81,7 +81,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 def test_a_directory_of_the_users_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(
-        LabError, match=r"holds thesis.tex and is not a dataset; choose an empty or new directory"
+        LabError, match=r"holds thesis.tex and is not a dataset; give an empty or new directory"
     ):
         prepare(open_source(__file__), tmp_path, **OPTIONS)
     assert files_of(tmp_path) == {"thesis.tex": b"years of work"}
@@ -144,7 +144,7 @@ def test_wrong_columns_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "shards/a.bin").touch()
     with pytest.raises(LabError, match="use: grape data adopt"):
         open_source(str(tmp_path / "shards"))
-    with pytest.raises(LabError, match=r"between 0 and 1, such as 0.005, got 1"):
+    with pytest.raises(LabError, match=r"--validation must be between 0 and 1, got 1; try 0.005"):
         prepare(open_source(path), tmp_path / "out", tokenizer="bytes", validation=1)
 
 
@@ -179,7 +179,7 @@ def test_parts_are_disjoint_and_whole_and_can_be_continued(hub: bool, tmp_path: 
     begun = [next(stream) for _ in range(8)]
     rest = open_source(name, part=(1, 2)).documents(parts[1].cursor())
     assert begun + list(rest) == found[1]
-    with pytest.raises(LabError, match="--part i/n"):
+    with pytest.raises(LabError, match="--part I/N needs at least N files"):
         list(open_source(name, part=(0, 6)).documents())
 
 
@@ -263,7 +263,7 @@ def test_adopt(tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"has a manifest.json already, of \d+ shards with tokenizer bytes"):
         adopt(theirs, tokenizer="bpe-300")
     (theirs / "manifest.json").unlink()
-    with pytest.raises(LabError, match="bpe-300 cannot be trained on them"):
+    with pytest.raises(LabError, match="--tokenizer bpe-300 would be trained"):
         adopt(theirs, tokenizer="bpe-300")
     with pytest.raises(LabError, match=r"must hold two or more .bin shards"):
         adopt(tmp_path / "in", tokenizer="bytes")

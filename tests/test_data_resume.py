@@ -47,7 +47,7 @@ def test_interrupted_anywhere_it_continues_to_the_same_bytes(
     (tmp_path / "in").mkdir()
     source = kind(tmp_path / "in")
     whole = files_of(prepare(open_source(source), tmp_path / "whole", **OPTIONS))
-    real, steps = preparing._write, 0
+    real, steps = preparing._Preparation._write, 0
 
     def stopping(*arguments: Any) -> bool:
         nonlocal steps
@@ -58,7 +58,7 @@ def test_interrupted_anywhere_it_continues_to_the_same_bytes(
             raise KeyboardInterrupt
         return more
 
-    monkeypatch.setattr(preparing, "_write", stopping)
+    monkeypatch.setattr(preparing._Preparation, "_write", stopping)
     while not (tmp_path / "broken/manifest.json").exists():
         with suppress(KeyboardInterrupt):
             prepare(open_source(source), tmp_path / "broken", **OPTIONS)

@@ -256,4 +256,4 @@ def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: 
     """It is said before the checks, which take minutes."""
     monkeypatch.setattr(doctor, "examine", lambda *_: pytest.fail("ran the checks first"))
     assert cli.main(["doctor", "--json", "--out", "/no/such/folder/x.json"]) == 2
-    assert "--out /no/such/folder/x.json cannot be written" in capsys.readouterr().err
+    assert "cannot write --out /no/such/folder/x.json" in capsys.readouterr().err

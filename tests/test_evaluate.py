@@ -161,7 +161,7 @@ def test_mistakes_are_said_in_one_line(offline, capsys):
     tokenizer().save_pretrained(offline / "m")
     for given, says in (
         ({"checkpoint": offline / "none"}, "cannot load"),
-        ({"checkpoint": offline / "m", "tasks": ","}, "no task given"),
+        ({"checkpoint": offline / "m", "tasks": ","}, "--tasks must name at least one"),
         ({"checkpoint": offline / "m", "include": offline / "none"}, "must be a directory"),
     ):
         assert command(**given) == 2

@@ -288,7 +288,7 @@ BAD = {
     "steps": (("--encoding", "rope+fox", "--steps", "0"), "steps"),
     "eval tokens": (("--encoding", "rope+fox", "--eval-tokens", "8"), "--eval-tokens"),
     "passkey": (("--encoding", "rope+fox", "--passkey", "1"), "passkey texts need at least"),
-    "rank": (("--encoding", "rope+fox", "--lora", "-1"), "--lora must not be negative"),
+    "rank": (("--encoding", "rope+fox", "--lora", "-1"), "--lora must be a whole number of at least 0"),
     "option": (("--encoding", "rope+fox[spectrum=1]"), "spectrum"),
 }
 
@@ -312,7 +312,7 @@ def test_a_directory_is_not_continued_with_other_settings(material, finished, ca
     assert run(material, finished, "--lr", "1e-4") == 2
     assert "train.lr" in capsys.readouterr().err
     assert run(material, finished.parent, encoding="rope+fox") == 2
-    assert "holds other files" in capsys.readouterr().err
+    assert "and is not a run; give an empty or new directory" in capsys.readouterr().err
 
 
 def test_gguf_without_its_package_says_what_to_install(material, tmp_path, monkeypatch, capsys):

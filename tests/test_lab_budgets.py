@@ -73,7 +73,7 @@ def test_the_rate_is_the_long_runs_until_the_decay_begins(data: Path) -> None:
     "budgets, changes, said",
     [
         ([STEP + 1], {}, f"multiple of the {STEP} tokens of a step, got {STEP + 1}; try {STEP}"),
-        ([99 * STEP], {}, "give fewer --budgets"),
+        ([99 * STEP], {}, "give smaller --budgets"),
         ([3 * STEP], {"train__decay": 0.5}, "before train.warmup"),
         ([4 * STEP], {"train__schedule": "cosine"}, "budgets need train.schedule wsd"),
     ],
@@ -149,9 +149,9 @@ def test_a_part_goes_on_elsewhere_to_the_same_results(data: Path, tmp_path: Path
     "line, change, said",
     [
         (0, {"data": {"manifest": "other"}}, "a comparison on other data"),
-        (0, {"threads": 7}, r"another threads a run \(7 -> 1; see --threads\)"),
-        (0, {"gpus": 2}, r"another GPUs a run \(2 -> 0; see --gpus-per-job\)"),
-        (0, {"kind": "language"}, "has no settings to continue with"),
+        (0, {"threads": 7}, r"another threads per run \(7 -> 1; see --threads\)"),
+        (0, {"gpus": 2}, r"another GPUs per run \(2 -> 0; see --gpus-per-job\)"),
+        (0, {"kind": "language"}, "has no settings of a comparison"),
         (1, {"run": "../../x"}, "is not a run of this comparison"),
     ],
 )

@@ -117,8 +117,8 @@ def test_the_place_of_the_norm_is_one_setting(given: str | bool, meant: str | bo
         ("smal", {}, "no recipe or file 'smal'; did you mean small?"),
         ("small", {"train.step": 5}, "unknown setting 'train.step'; did you mean train.steps?"),
         ("small", {"model.encodign": "rope"}, "did you mean model.encoding?"),
-        ("small", {"train.steps": "many"}, "train.steps: must be a valid integer"),
-        ("small", {"train.steps": 0}, "greater than or equal to 1"),
+        ("small", {"train.steps": "many"}, "train.steps must be a whole number"),
+        ("small", {"train.steps": 0}, "train.steps must be at least 1, got 0"),
         ("small", {"train.lr": math.nan}, "train.lr"),
         (
             "small",
@@ -143,7 +143,7 @@ def test_mistakes_say_what_to_do(recipe: str, overrides: dict, says: str) -> Non
     [
         ("- 1\n- 2\n", "must be a mapping of settings, such as seed: 1, got a list"),
         ("train: {steps: [", "is not valid YAML"),
-        ("train: 5\n", "train: "),
+        ("train: 5\n", "train must be a mapping of settings, got 5"),
         ("base: nothing-like-it\n", "no recipe or file"),
         ("base: mine.yaml\n", "form a cycle"),
         ("model: {vocabulary: 5}\n", "unknown setting 'model.vocabulary'"),

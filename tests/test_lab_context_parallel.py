@@ -121,7 +121,7 @@ def test_killed_it_ends_the_same_and_goes_on_with_other_ranks(data: Path, tmp_pa
     ({"train.batch": 6, "train.micro_batch": 2}, 4, "takes 3 sequences, which train.micro_batch must divide"),
     ({"data.sequence": 130}, 2, "data.sequence must be a multiple of 4, .* got 130"),
     ({"train.context_parallel": 4, "data.sequence": 8}, 4, "data.sequence must be a multiple of 8, .* got 8"),
-    ({"data.source": "task:copy"}, 2, "is for text, got data.source task:copy"),
+    ({"data.source": "task:copy"}, 2, "needs text, got data.source task:copy"),
     ({"data.documents": True}, 2, "without data.documents"),
     ({"model.window": [None, 8], "model.layers": 2}, 2, "without model.window"),
     ({"model.encoding": "fire"}, 2, "cannot split a TileBias"),

@@ -143,7 +143,7 @@ def test_a_changed_configuration(run: Path, data: Path, capsys) -> None:
 
 def test_a_directory_with_other_files(data: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    assert "holds other files and no run" in refused(words(data, tmp_path, "--resume"), capsys)
+    assert "and is not a run" in refused(words(data, tmp_path, "--resume"), capsys)
     assert "is a file" in refused(words(data, tmp_path / "thesis.tex"), capsys)
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 

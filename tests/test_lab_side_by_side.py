@@ -248,7 +248,7 @@ def test_a_run_that_is_lost_again_and_again_is_given_up(work, at_once) -> None:
     often = [Lost("preempted")] * (2 * PATIENCE)
     run_side_by_side([work("a", "", progress=lambda: next(steps))], Scripted({"a": often}), 1)
     engine = Scripted({"a": often, "b": [None] * 2 * PATIENCE})
-    with pytest.raises(LabError, match=f"^a: lost {PATIENCE} times without getting further.*preempted"):
+    with pytest.raises(LabError, match=f"^a: lost {PATIENCE} times without progress.*preempted"):
         run_side_by_side([work("a", ""), work("b", "")], engine, 2)
     assert engine.told.count("a") == PATIENCE and engine.told[-1] == "cancel b"
 
@@ -295,7 +295,7 @@ def test_places_share_the_gpus_of_this_machine(monkeypatch) -> None:
     assert engine.resources(0, None, 0) == Resources(threads=1, gpus=0)
     assert engine.resources(2, 3, None) == Resources(threads=3, gpus=1)
     assert [engine.room(Resources(1, gpus)) for gpus in (0, 1, 2, 3)] == [16, 4, 2, 1]
-    with pytest.raises(LabError, match="--gpus-per-job 5: this machine has 4"):
+    with pytest.raises(LabError, match="--gpus-per-job must be at most 4, the GPUs of this machine, got 5"):
         engine.resources(0, None, 5)
     assert [_devices(place, 2) for place in range(3)] == ["0,1", "2,3", "0,1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -228,12 +229,18 @@ def test_summaries_tell_what_an_encoding_has_learned() -> None:
 
 def test_a_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     line = ProgressLine("demo rope", 0, 10, quiet=False)
-    line.show(5, 1.25, 1000.0)
+    line.show(5, "loss 2")
     assert capsys.readouterr().err == ""  # too early for a line
-    line.validated(2.5)
-    line.show(10, 1.25, 1000.0, last=True)
-    said = capsys.readouterr().err
-    assert "demo rope 10/10  loss 1.2500  validation 2.5000  1,000 tokens/s" in said and "left" in said
+    line.show(10, "loss 1", last=True)
+    assert "demo rope 10/10  loss 1  0 s left" in capsys.readouterr().err
+
+
+def test_the_progress_line_has_loss_validation_and_speed(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config(data, train__steps=4, train__eval_every=2), tmp_path / "run")
+    line = capsys.readouterr().err
+    assert re.search(r" 4/4  loss \d\.\d{4}  validation \d\.\d{4}  [\d,]+ tokens/s  0 s left", line), line
 
 
 def test_the_time_left_after_a_resume_that_went_back(
@@ -244,9 +251,9 @@ def test_the_time_left_after_a_resume_that_went_back(
     monkeypatch.setattr("grape_pe.lab.progress.time.monotonic", lambda: now[0])
     line = ProgressLine("4 runs", 100, 200, quiet=False)
     now[0] = 10.0
-    line.tell(50, "")
+    line.show(50, "")
     now[0] = 20.0
-    line.tell(100, "", last=True)  # 50 steps in 10 s, 100 to go
+    line.show(100, "", last=True)  # 50 steps in 10 s, 100 to go
     assert "100/200    20 s left" in capsys.readouterr().err
 
 

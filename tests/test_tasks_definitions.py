@@ -247,15 +247,15 @@ def test_names_and_options_are_checked():
     with pytest.raises(LabError, match="did you mean symbols"):
         build_task("copy", symbol=4)
     for name, options, message in [
-        ("copy", {"length": "8"}, "must be int"),
+        ("copy", {"length": "8"}, "length must be a whole number, got .8."),
         ("copy", {"length": 8, "shortest": 9}, "shortest must not exceed"),
         ("copy", {"symbols": 1}, "symbols"),
         ("flip-flop", {"length": 7}, "multiple of 2"),
-        ("flip-flop", {"ignore": 1.5}, "probability"),
+        ("flip-flop", {"ignore": 1.5}, "ignore must be at most 1, got 1.5"),
         ("flip-flop", {"loss": "some"}, "read"),
         ("mqar", {"pairs": 300, "length": 4096}, "vocabulary"),
         ("mqar-nback", {"back": 0}, "back"),
-        ("count", {"idle": 2}, "probability"),
+        ("count", {"idle": 2}, "idle must be at most 1"),
         ("passkey", {"digits": 0}, "digits"),
         ("selective-copy", {"symbols": 0}, "symbols"),
     ]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import __version__
 from .commands import COMMANDS
 from .commands.errors import BAD_INPUT, DIVERGED, CommandError
-from .commands.parsers import Run, add_import, wrapped
+from .commands.parsers import Parser, Run, add_import, wrapped
 from .commands.train import refuse_unknown
 from .encodings.own import import_modules
 from .lab.errors import Diverged, LabError
@@ -47,13 +47,11 @@ def _fail(problem: Exception, code: int) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
-    top = argparse.ArgumentParser(
-        prog="grape",
-        description=wrapped(ABOUT),
-        epilog="Example:\n  grape compare demo --out results/demo\n\nA command's help: grape COMMAND --help",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    example = "Example:
+  grape compare demo --out results/demo
+
+A command's help: grape COMMAND --help"
+    top = Parser(prog="grape", description=wrapped(ABOUT), epilog=example)
     top.add_argument("--version", action="version", version=f"grape-pe {__version__}")
     add_import(top, "imports", "import your module of encodings (Python's path or this folder)")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from ..extras import require
-from .errors import OK, CommandError
-from .parsers import Commands, add_command
+from .errors import OK
+from .parsers import Commands, add_command, names
 
 EXAMPLE = "grape atlas --out atlas.html\n  grape atlas --encodings rope,fox,grape-ap"
 
@@ -19,30 +19,25 @@ def add_parsers(commands: Commands) -> None:
         "source, options. Takes less than a minute. With --import MODULE your own encodings are on it too."
     )
     parser = add_command(commands, "atlas", run_atlas, "write a page about every encoding", EXAMPLE, about)
-    parser.add_argument("--encodings", metavar="NAMES", help="names separated by commas (default: all)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("atlas.html"), metavar="FILE", help="the page (default: atlas.html)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress line")
+    parser.option("--encodings", "NAMES", "names separated by commas (default: all)", type=names)
+    parser.option("--out", "FILE", "the page", Path("atlas.html"), Path)
+    parser.flag("--quiet")
 
 
 def run_atlas(options: argparse.Namespace) -> int:
     require("pydantic", "lab")
-    from ..encodings import names
+    from .. import encodings
     from ..lab.atlas.entries import built, measure_all
     from ..lab.atlas.page import atlas_page
     from ..lab.progress import ProgressLine
     from ..lab.report.page import write_page
-    from ..lab.written import split_names
 
-    which = names() if options.encodings is None else split_names(options.encodings)
-    if not which:
-        raise CommandError(f"--encodings must name at least one encoding, got {options.encodings!r}")
+    which = options.encodings or encodings.names()
     for name in which:
         built(name)  # a mistake is reported before anything is measured
     line = ProgressLine("atlas", 0, len(which), options.quiet)
     try:
-        entries = measure_all(which, line.tell)
+        entries = measure_all(which, line.show)
     finally:
         line.close()
     print(f"Atlas: {write_page(atlas_page(entries), options.out)}")

@@ -14,28 +14,23 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 def add_parsers(commands: Commands) -> None:
-    parser = add_command(
-        commands, "bench", run_bench, "run a benchmark of the source checkout",
-        "grape bench attention --lengths 4096",
-    )  # fmt: skip
+    help, example = "run a benchmark of the source checkout", "grape bench attention --lengths 4096"
+    parser = add_command(commands, "bench", run_bench, help, example)
     parser.add_argument("name", help="a benchmark: attention, decode, model, rotation, train …")
-    parser.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        help="options of the benchmark; grape bench NAME --help lists them",
-    )
+    about = "options of the benchmark; grape bench NAME --help lists them"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=about)
 
 
 def run_bench(options: argparse.Namespace) -> int:
     """Load benchmarks/NAME.py and call its main(argv)."""
     if not BENCHMARKS.is_dir():
         raise CommandError(
-            f"benchmarks live in the source checkout, and there is none at {BENCHMARKS.parent}; "
-            "clone the repository and install it with pip install -e ."
+            f"no benchmarks in {BENCHMARKS.parent}: they are part of the source checkout; clone the repository "
+            "and install it with pip install -e ."
         )
     names = sorted(path.stem for path in BENCHMARKS.glob("*.py") if not path.stem.startswith("_"))
     if options.name not in names:
-        raise CommandError(f"no benchmark {options.name!r}; there are {', '.join(names)}")
+        raise CommandError(f"no benchmark {options.name!r}; choose {', '.join(names)}")
     spec = importlib.util.spec_from_file_location(
         f"benchmarks.{options.name}", BENCHMARKS / f"{options.name}.py"
     )

@@ -10,10 +10,9 @@ from .parsers import Commands, add_command
 
 
 def add_parsers(commands: Commands) -> None:
-    parser = add_command(
-        commands, "completion", run_completion, "print a script that completes grape in your shell",
-        "grape completion bash > ~/.local/share/bash-completion/completions/grape",
-    )  # fmt: skip
+    example = "grape completion bash > ~/.local/share/bash-completion/completions/grape"
+    help = "print a script that completes grape in your shell"
+    parser = add_command(commands, "completion", run_completion, help, example)
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 

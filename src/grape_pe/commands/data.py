@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from contextlib import suppress
 
-from .parsers import Commands, add_command
+from .errors import OK
+from .parsers import Commands, add_command, positive, real
 
 PREPARE_EXAMPLES = """grape data prepare builtin --tokenizer bpe-2048 --out data/python
   grape data prepare corpus/ more/*.jsonl --field content --tokenizer path/to/tokenizer.json --out data/mine
@@ -24,75 +27,53 @@ def add_parsers(commands: Commands) -> None:
     _add_prepare(kinds)
     _add_adopt(kinds)
     for name, run, about in (
-        ("info", _info, "show the tokens and settings of a dataset"),
+        ("info", lambda options: _show(options.directory), "show the tokens and settings of a dataset"),
         ("verify", _verify, "check each shard's length, hash and tokens"),
     ):
         parser = add_command(kinds, name, run, about, f"grape data {name} data/python")
-        parser.add_argument("directory", metavar="DIR", help="a prepared dataset")
+        parser.option("directory", "DIR", "a prepared dataset")
 
 
 def _add_prepare(kinds: Commands) -> None:
     about = "turn text into shards of tokens with a manifest"
     parser = add_command(kinds, "prepare", _prepare, about, PREPARE_EXAMPLES)
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help=SOURCES)
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="directory of the dataset: new, empty, or one to continue"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        help="gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of named sources, gpt2)",
-    )
-    parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N",
-                        help="prepare part I of N (from 1), for several machines")  # fmt: skip
-    parser.add_argument(
-        "--field", default="text", metavar="NAME", help="field or column with the text (default: text)"
-    )
-    parser.add_argument("--config", metavar="NAME", help="configuration of a Hugging Face dataset")
-    parser.add_argument(
-        "--split", default="train", metavar="NAME", help="split of a Hugging Face dataset (default: train)"
-    )
-    parser.add_argument(
-        "--shard-tokens", type=_count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=_count, metavar="N", help="stop after this many tokens, such as 1e9"
-    )
-    parser.add_argument(
-        "--validation", type=float, default=0.005, metavar="SHARE", help="validation share (default: 0.005)"
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes (default: all cores)"
-    )
+    add = parser.option
+    add("source", "SOURCE", SOURCES, nargs="+")
+    add("--out", "DIR", "directory of the dataset: new, empty, or one to continue", required=True)
+    about = "gpt2, bytes, bpe-N (trained on the data), or a path (default: bpe-8192; of named sources, gpt2)"
+    add("--tokenizer", "NAME", about)
+    add("--part", "I/N", "prepare part I of N, for several machines (default: 1/1)", (0, 1), part)
+    add("--field", "NAME", "field or column with the text", "text")
+    add("--config", "NAME", "configuration of a Hugging Face dataset")
+    add("--split", "NAME", "split of a Hugging Face dataset", "train")
+    add("--shard-tokens", "N", "tokens per shard (default: 1e8)", 10**8, count)
+    add("--max-tokens", "N", "stop after this many tokens, such as 1e9", type=count)
+    add("--validation", "SHARE", "share held out for validation", 0.005, real)
+    add("--workers", "N", "processes (default: all cores)", os.cpu_count() or 1, positive)
 
 
 def _add_adopt(kinds: Commands) -> None:
     about = "write a manifest beside .bin shards that exist already"
     parser = add_command(kinds, "adopt", _adopt, about, "grape data adopt fineweb/ --tokenizer gpt2")
-    parser.add_argument(
-        "directory", metavar="DIR", help="where the .bin files are; ..._val_000000.bin is for validation"
-    )
-    parser.add_argument(
-        "--tokenizer", default="gpt2", help="tokenizer of the shards: gpt2, bytes or a path (default: gpt2)"
-    )
+    about = "where the .bin files are; ..._val_000000.bin is for validation"
+    parser.option("directory", "DIR", about)
+    parser.option("--tokenizer", "NAME", "tokenizer of the shards: gpt2, bytes or a path", "gpt2")
 
 
-def _part(text: str) -> tuple[int, int]:
+def part(text: str) -> tuple[int, int]:
     """2/16 as (1, 16)."""
     number, _, parts = text.partition("/")
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, such as 2/16, got {text}")
+        raise ValueError("must be I/N with I from 1 to N, such as 2/16")
     return int(number) - 1, int(parts)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     """A whole number, also as 1e9."""
-    try:
-        whole = int(float(text))
-    except (ValueError, OverflowError):
-        whole = 0
-    if whole < 1 or whole != float(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return whole
+    with suppress(ValueError):
+        if 1 <= (value := float(text)) < math.inf and value == int(value):
+            return int(value)
+    raise ValueError("must be a whole number of at least 1, such as 1000 or 1e9")
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -102,15 +83,10 @@ def _prepare(options: argparse.Namespace) -> int:
         options.source, field=options.field, config=options.config, split=options.split, part=options.part
     )
     prepare(
-        source,
-        options.out,
-        tokenizer=options.tokenizer or default_tokenizer(options.source),
-        shard_tokens=options.shard_tokens,
-        validation=options.validation,
-        max_tokens=options.max_tokens,
-        workers=options.workers,
-        show_progress=True,
-    )
+        source, options.out, tokenizer=options.tokenizer or default_tokenizer(options.source),
+        shard_tokens=options.shard_tokens, validation=options.validation, max_tokens=options.max_tokens,
+        workers=options.workers, show_progress=True,
+    )  # fmt: skip
     return _show(options.out)
 
 
@@ -118,10 +94,6 @@ def _adopt(options: argparse.Namespace) -> int:
     from ..lab.data import adopt
 
     return _show(adopt(options.directory, tokenizer=options.tokenizer))
-
-
-def _info(options: argparse.Namespace) -> int:
-    return _show(options.directory)
 
 
 def _show(directory: str | os.PathLike[str]) -> int:
@@ -139,7 +111,7 @@ def _show(directory: str | os.PathLike[str]) -> int:
         )
     for name, value in manifest.settings.items():
         print(f"  {name}: {value}")
-    return 0
+    return OK
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -155,4 +127,4 @@ def _verify(options: argparse.Namespace) -> int:
             f"{found} bad shard{'' if found == 1 else 's'} in {options.directory}; "
             "copy them again or prepare the dataset again"
         )
-    return 0
+    return OK

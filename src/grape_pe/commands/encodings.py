@@ -1,4 +1,4 @@
-"""`grape encodings [NAME]`: what encodings there are, their options and laws."""
+"""`grape encodings [NAME]`: the encodings, their options and laws."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from ..lab.columns import aligned
 from .errors import OK, CommandError
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, add_command
 
 EXAMPLE = "grape encodings\n  grape encodings grape-ap"
-#: small: laws do not depend on the size
+#: laws do not depend on the size
 SHAPE = {"heads": 4, "head_dim": 16, "width": 24}
-#: laws, and what the table calls them
+#: laws and their names in the table
 LAWS = {"relative": "relative", "composition": "composes", "streaming": "streams", "non-positive": "bias ≤ 0"}
 NAMED = {
     "formula": "formula", "group": "group element", "recovers": "contains", "learned": "learned", "source": "source",
@@ -22,14 +23,13 @@ NAMED = {
 
 def add_parsers(commands: Commands) -> None:
     about = (
-        "List the encodings with the laws they keep, or describe one: formula, options with their defaults,\n"
+        "List the encodings with the laws that they satisfy, or describe one: formula, options with their defaults,\n"
         "laws as measured on random tokens, source."
     )
-    parser = add_command(
-        commands, "encodings", run_encodings, "list the encodings, or describe one", EXAMPLE, about
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one encoding (default: list all)")
-    add_json(parser)
+    help = "list the encodings, or describe one"
+    parser = add_command(commands, "encodings", run_encodings, help, EXAMPLE, about)
+    parser.option("name", "NAME", "one encoding (default: list all)", nargs="?")
+    parser.flag("--json")
 
 
 def run_encodings(options: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def run_encodings(options: argparse.Namespace) -> int:
 
 
 def described(name: str) -> dict[str, Any]:
-    """Everything about one encoding, ready for JSON."""
+    """Facts, options and laws of one encoding, for JSON."""
     from ..encodings import build
     from ..encodings.registry import entry, facts
     from ..testing import law_errors, moved
@@ -74,9 +74,8 @@ def _table(found: list[dict[str, Any]]) -> str:
     for each in found:
         marks = ["yes" if law in each["laws"] else "-" for law in LAWS]
         rows.append([each["name"], *marks, each.get("about", "")])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, "", "grape encodings NAME shows options and numbers; + combines encodings."])
+    hint = "grape encodings NAME shows options and numbers; + combines encodings."
+    return f"{aligned(rows, left=len(rows[0]))}\n\n{hint}"
 
 
 def _one(each: dict[str, Any]) -> str:

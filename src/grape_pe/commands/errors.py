@@ -5,4 +5,4 @@ OK, CHECK_FAILED, BAD_INPUT, DIVERGED = 0, 1, 2, 3
 
 
 class CommandError(Exception):
-    """Usage error: the command line prints the message, which says what to change, and no traceback."""
+    """Usage error, printed as one line without a traceback."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..extras import require
 from .errors import OK, CommandError
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, add_command, positive
 
 if TYPE_CHECKING:
     from ..lab.inspect.inspection import Histogram, Inspection, LayerInspection
@@ -30,18 +30,12 @@ def add_parsers(commands: Commands) -> None:
         "those of the explicit matrix. Options of an encoding go in brackets. --html writes its picture as a page."
     )
     parser = add_command(commands, "inspect", run_inspect, "diagnose an encoding", EXAMPLE, about)
-    parser.add_argument(
-        "what", metavar="CHECKPOINT|NAME", help="a run, a saved model, or the name of an encoding"
-    )
-    parser.add_argument("--layer", type=int, default=1, metavar="N", help="layer to show (default: 1)")
-    parser.add_argument(
-        "--heads", type=int, default=8, metavar="N", help="for NAME: number of heads (default: 8)"
-    )
-    parser.add_argument(
-        "--head-dim", type=int, default=64, metavar="N", help="for NAME: features per head (default: 64)"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture as a page")
-    add_json(parser)
+    parser.option("what", "CHECKPOINT|NAME", "a run, a saved model, or the name of an encoding")
+    parser.option("--layer", "N", "layer to show", 1, positive)
+    parser.option("--heads", "N", "for NAME: number of heads", 8, positive)
+    parser.option("--head-dim", "N", "for NAME: features per head", 64, positive)
+    parser.option("--html", "FILE", "write the picture as a page", type=Path)
+    parser.flag("--json")
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -49,7 +43,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     from ..lab.inspect.inspection import inspect
 
     found = inspect(options.what, options.heads, options.head_dim)
-    if not 1 <= options.layer <= len(found.layers):
+    if options.layer > len(found.layers):
         raise CommandError(f"--layer must be from 1 to {len(found.layers)}, got {options.layer}")
     if options.html:
         from ..lab.report.page import picture_page, write_page

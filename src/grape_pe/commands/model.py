@@ -6,21 +6,20 @@ import argparse
 import json
 
 from .errors import OK, CommandError
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, add_command
 
 
 def add_parsers(commands: Commands) -> None:
-    parser = add_command(
-        commands, "model", run_model, "count the parameters of one of the paper's models",
+    help, example = (
+        "count the parameters of one of the paper's models",
         "grape model medium --encoding grape-ap",
-    )  # fmt: skip
-    parser.add_argument("size", choices=("medium", "large"), help="model size in the paper")
-    parser.add_argument("--encoding", default="rope", help="any name, or several joined by + (default: rope)")
-    parser.add_argument(
-        "--kv-shift", action="store_true", help="mix each key and value with the previous one"
     )
-    parser.add_argument("--real", action="store_true", help="allocate the weights (default: meta device)")
-    add_json(parser)
+    parser = add_command(commands, "model", run_model, help, example)
+    parser.add_argument("size", choices=("medium", "large"), help="model size in the paper")
+    parser.option("--encoding", "NAME", "any encoding, or several joined by +", "rope")
+    parser.flag("--kv-shift")
+    parser.flag("--real", "allocate the weights (default: meta device)")
+    parser.flag("--json")
 
 
 def run_model(options: argparse.Namespace) -> int:

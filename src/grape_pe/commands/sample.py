@@ -7,31 +7,20 @@ import json
 
 from ..extras import require
 from .errors import OK
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, add_command, natural, positive, real
 
 
 def add_parsers(commands: Commands) -> None:
-    parser = add_command(
-        commands, "sample", run_sample, "write text with a trained model",
-        'grape sample runs/x --prompt "The import system" --tokens 100',
-    )  # fmt: skip
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a run, one of its checkpoints, or a model directory"
-    )
-    parser.add_argument(
-        "--prompt", default="", metavar="TEXT", help="beginning of the text (default: a new document)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: 200)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default: 0.95)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
-    add_json(parser)
+    example = 'grape sample runs/x --prompt "The import system" --tokens 100'
+    parser = add_command(commands, "sample", run_sample, "write text with a trained model", example)
+    add = parser.option
+    add("checkpoint", "CHECKPOINT", "a run, one of its checkpoints, or a model directory")
+    add("--prompt", "TEXT", "beginning of the text (default: a new document)", "")
+    add("--tokens", "N", "most tokens to generate", 200, positive)
+    add("--temperature", "T", "divides the logits; 0 is greedy", 0.8, real)
+    add("--top-p", "P", "nucleus sampling", 0.95, real)
+    add("--seed", "N", "random seed", 0, natural)
+    parser.flag("--json")
 
 
 def run_sample(options: argparse.Namespace) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..extras import require
+from ..lab.columns import aligned
 from .errors import OK, CommandError
-from .parsers import Commands, add_command, add_json
+from .parsers import Commands, Parser, add_command, positive
 
 if TYPE_CHECKING:
     from ..lab.config import RunConfig
@@ -26,31 +28,27 @@ def add_parsers(commands: Commands) -> None:
         "Ctrl-C and SIGTERM save a checkpoint first; run the same command with --resume to continue."
     )
     parser = add_command(commands, "train", run_train, "train a model", EXAMPLE, about)
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe or a YAML file")
-    _add_shortcuts(parser)
+    add = parser.option
+    add("recipe", "RECIPE", "a shipped recipe or a YAML file")
+    add(
+        "--encoding", "NAME", "any encoding, or several joined by +", argparse.SUPPRESS, dest="model.encoding"
+    )
+    parser.flag("--kv-shift", dest="model.kv_shift", default=argparse.SUPPRESS)
     add_settings(parser)
-    parser.add_argument("--out", metavar="DIR", help="directory of the run (required to train)")
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --out; without a checkpoint, start fresh"
-    )
-    parser.add_argument("--print-config", action="store_true", help="print the settings as YAML, then exit")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print model size, cost and schedule, then exit"
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=0, metavar="N", help="with --dry-run: number of processes"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress line")
-    add_json(parser)
+    add("--out", "DIR", "directory of the run (required to train)")
+    parser.flag("--resume", "continue the run in --out; without a checkpoint, start fresh")
+    parser.flag("--print-config", "print the settings as YAML, then exit")
+    parser.flag("--dry-run", "print model size, cost and schedule, then exit")
+    add("--ranks", "N", "with --dry-run: number of processes", type=positive)
+    parser.flag("--quiet")
+    parser.flag("--json")
     listing = add_command(commands, "recipes", run_recipes, "list the recipes", "grape recipes --json")
-    listing.add_argument(
-        "--rows", action="store_true", help="the runs of the paper's tables, with their cost"
-    )
-    add_json(listing)
+    listing.flag("--rows", "the runs of the paper's tables, with their cost")
+    listing.flag("--json")
 
 
-def add_settings(parser: argparse.ArgumentParser, prefixes: Sequence[str] = ("",)) -> None:
-    """Every setting as an option of its dotted name, kept out of the help, which would fill pages."""
+def add_settings(parser: Parser, prefixes: Sequence[str] = ("",)) -> None:
+    """Every setting as an option with its dotted name, hidden from the help."""
     parser.set_defaults(unknown_settings=[])
     try:
         from ..lab.config import field_names
@@ -62,15 +60,8 @@ def add_settings(parser: argparse.ArgumentParser, prefixes: Sequence[str] = ("",
     parser.set_defaults(unknown_settings=names)
 
 
-def _add_shortcuts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--encoding", dest="model.encoding", default=argparse.SUPPRESS, metavar="NAME",
-                        help="any encoding, or several joined by +")  # fmt: skip
-    parser.add_argument("--kv-shift", dest="model.kv_shift", action="store_true", default=argparse.SUPPRESS,
-                        help="mix each key and value with the previous one")  # fmt: skip
-
-
 def refuse_unknown(options: argparse.Namespace, left: list[str]) -> None:
-    """Name the nearest setting to one that does not exist."""
+    """Raise an error about an unknown option, with the nearest one as a hint."""
     known = getattr(options, "unknown_settings", None)
     if known == []:  # the library that declares them is missing
         _require_configuration()
@@ -82,7 +73,7 @@ def refuse_unknown(options: argparse.Namespace, left: list[str]) -> None:
 
 
 def configured(options: argparse.Namespace) -> RunConfig:
-    """The recipe with the options over it."""
+    """The recipe with the options applied."""
     _require_configuration()
     from ..lab.config import field_names, load
 
@@ -98,7 +89,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(config, options)
     if not options.out:
-        raise CommandError("give the run's directory with --out, such as --out runs/first")
+        raise CommandError("--out is required to train: give the run's directory, such as --out runs/first")
     from ..lab.train.trainer import train
 
     outcome = train(config, options.out, resume=options.resume, quiet=options.quiet or options.json)
@@ -106,25 +97,21 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def report(outcome: Any, as_json: bool) -> int:
-    """Say how a run ended; a signal's number plus 128 is the exit code, as shells have it."""
-    import os
-
-    if int(os.environ.get("RANK", "0")) == 0:
-        if as_json:
-            print(json.dumps({**asdict(outcome), "directory": str(outcome.directory)}))
-        elif outcome.signal:
-            print(f"stopped and saved at step {outcome.step}; continue with --resume")
-        else:
-            loss = (
-                "" if outcome.validation_loss is None else f", validation loss {outcome.validation_loss:.4f}"
-            )
-            print(f"{outcome.step} steps{loss}; the model is in {outcome.directory / 'final'}")
+    """Print the result of a run; returns the exit code, 128 + the signal that stopped it."""
+    if os.environ.get("RANK", "0") != "0":
+        pass
+    elif as_json:
+        print(json.dumps({**asdict(outcome), "directory": str(outcome.directory)}))
+    elif outcome.signal:
+        print(f"stopped and saved at step {outcome.step}; continue with --resume")
+    else:
+        loss = outcome.validation_loss
+        shown = "" if loss is None else f", validation loss {loss:.4f}"
+        print(f"{outcome.step} steps{shown}; the model is in {outcome.directory / 'final'}")
     return 128 + outcome.signal if outcome.signal else OK
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
-    import os
-
     from ..lab.train.describe import describe
     from ..lab.train.distributed import check_split
     from ..lab.train.estimate import estimate
@@ -133,9 +120,10 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
     check_split(config, ranks)
     size = vocabulary(config)
-    print(
+    found = (
         json.dumps(asdict(estimate(config, size, ranks))) if options.json else describe(config, size, ranks)
     )
+    print(found)
     return OK
 
 
@@ -159,12 +147,9 @@ def run_recipes(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({name: config.model_dump() for name, config in recipes.items()}, indent=2))
         return OK
-    print(
-        f"{'recipe':<14}{'layers':>7}{'width':>7}{'heads':>7}{'sequence':>10}{'batch':>7}{'steps':>8}  data"
-    )
+    table = [["recipe", "layers", "width", "heads", "sequence", "batch", "steps", "data"]]
     for name, c in recipes.items():
-        print(
-            f"{name:<14}{c.model.layers:>7}{c.model.width:>7}{c.model.heads:>7}{c.data.sequence:>10}"
-            f"{c.train.batch:>7}{c.train.steps:>8}  {c.data.source}"
-        )
+        sizes = (c.model.layers, c.model.width, c.model.heads, c.data.sequence, c.train.batch, c.train.steps)
+        table.append([name, *map(str, sizes), c.data.source])
+    print(aligned(table, left=1))
     return OK

@@ -1,4 +1,4 @@
-"""A run is one typed object: a recipe, then a file, then options of the command line, each over the last.
+"""The typed settings of a run: a recipe, then a file, then options of the command line, in rising priority.
 
 config = load("small", {"model.encoding": "grape-ap", "train.steps": 500})
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,12 +24,12 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-#: train.rollback_above compares so many losses in a row with the median of so many before them
+#: train.rollback_above compares RISE consecutive losses with the median of the USUAL before them
 RISE, USUAL = 8, 64
 
 
 class Section(BaseModel):
-    """Fields are checked, unknown ones refused, values never change."""
+    """Checked fields; unknown ones are errors; values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -38,7 +38,7 @@ Checked = TypeVar("Checked", bound=Section)
 
 
 class ModelSection(Section):
-    """The decoder. 0 stands for what follows from the rest."""
+    """The decoder. 0 stands for a default that depends on other settings."""
 
     encoding: str | list[str] = Field(
         "rope", description="a name, several joined by +, or a list that repeats over the layers"
@@ -72,7 +72,7 @@ class ModelSection(Section):
     max_positions: Natural = Field(0, description="rows of learned positions; 0: data.sequence")
 
     def decoder(self, vocab_size: int = 0, sequence: int = 0) -> DecoderConfig:
-        """What the model is built from; `vocab_size` and `sequence` are the data's, used if none is set here."""
+        """Configuration of the model; `vocab_size` and `sequence` of the data are the defaults."""
         size = self.vocab_size or -(-vocab_size // 64) * 64
         try:
             config = DecoderConfig(
@@ -91,7 +91,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Where tokens come from."""
+    """The data."""
 
     source: str = Field(
         "builtin", description="builtin, a directory made by grape data prepare, or task:NAME"
@@ -120,15 +120,15 @@ class TrainSection(Section):
     skip_above: NonNegative = Field(0.0, description="skip steps with a larger gradient norm; 0: none")
     rollback_above: NonNegative = Field(
         0.0,
-        description=f"go back when {RISE} losses in a row exceed so many times the median before; 0: never",
+        description=f"go back when {RISE} losses in a row exceed this multiple of the median before; 0: never",
     )
-    rollbacks: Positive = Field(3, description="returns of a run before it stops instead")
+    rollbacks: Positive = Field(3, description="most rollbacks of a run; then it stops")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: autocast, or under fsdp bf16 copies of the weights, which stay float32"
     )
     compile: bool = Field(False, description="torch.compile, block by block")
     recompute: bool = Field(False, description="activation checkpointing: less memory, a third more time")
-    strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how several ranks share the work")
+    strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how ranks share the model")
     shard: Natural = Field(0, description="ranks a model is sharded over (fsdp); 0: all; fewer: hybrid")
     context_parallel: Positive = Field(1, description="ranks that share each sequence")
     eval_every: Natural = Field(100, description="steps between validations; 0: only at checkpoints")
@@ -157,7 +157,7 @@ class TrainSection(Section):
 
 
 class LogSection(Section):
-    """What is written while training."""
+    """Logging."""
 
     every: Positive = Field(1, description="steps between lines of metrics.jsonl")
     tensorboard: bool = True
@@ -166,7 +166,7 @@ class LogSection(Section):
 
 
 class RunConfig(Section):
-    """Everything a run depends on."""
+    """All settings of a run."""
 
     name: str = "run"
     seed: Natural = 0
@@ -186,7 +186,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_checkpoints_from_before_a_rise(self) -> RunConfig:
-        """A rise is noticed after `RISE` steps, at the next logged one."""
+        """A rise is detected after `RISE` steps, at the next logged one."""
         kept, needed = (self.train.keep - 1) * self.train.checkpoint_every, RISE + self.log.every
         if self.train.rollback_above and kept < needed:
             raise ValueError(
@@ -196,7 +196,7 @@ class RunConfig(Section):
         return self
 
     def decoder(self, vocab_size: int) -> DecoderConfig:
-        """What is trained, on data of this vocabulary."""
+        """The model's configuration for data of this vocabulary."""
         return self.model.decoder(vocab_size, self.data.sequence)
 
     def to_yaml(self) -> str:
@@ -209,7 +209,7 @@ class RunConfig(Section):
         return self.train.batch * self.data.sequence
 
 
-#: what may differ when a run is continued: nothing here changes what is learned
+#: settings that may change when a run continues, as they do not change the result
 FREE_ON_RESUME = (
     "train.micro_batch", "train.compile", "train.recompute", "train.strategy", "train.shard",
     "train.context_parallel", "train.checkpoint_every", "train.checkpoint_at", "train.keep", "log.every",
@@ -240,13 +240,13 @@ def load(
 
 
 def recipe_tree(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recipe, a file, or a mapping; a file or mapping may have a `base` below it."""
+    """The settings of a recipe, a file or a mapping, over those of its `base`."""
     tree = dict(recipe) if isinstance(recipe, Mapping) else read_shipped(recipe, "recipes", "recipe")
     base = tree.pop("base", None)
     if base is None:
         return tree
     if not isinstance(recipe, Mapping) and base not in recipe_names():
-        base = str(Path(recipe).parent / str(base))  # it lies beside the file that names it
+        base = str(Path(recipe).parent / str(base))  # relative to the file that names it
     return merged(recipe_tree(base), tree)
 
 
@@ -267,7 +267,7 @@ def read_shipped(name: str, folder: str, kind: str) -> dict[str, Any]:
 
 
 def shipped_evidence(name: str) -> Path | None:
-    """Results shipped with this package, as `grape report` reads them; None if there are none yet."""
+    """Results shipped with this package, for `grape report`; None if there are none."""
     if not name:
         return None
     path = Path(str(resources.files("grape_pe.lab").joinpath("evidence", f"{name}.jsonl")))
@@ -292,7 +292,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `under`, section by section; a mapping that is a value is replaced whole."""
+    """`over` on top of `under`, section by section; values that are mappings are replaced."""
     out = dict(under)
     for key, value in over.items():
         section = key in RunConfig.model_fields and isinstance(out.get(key), dict)
@@ -317,39 +317,53 @@ def validated(tree: Mapping[str, Any]) -> RunConfig:
     return checked(RunConfig, tree, field_names())
 
 
+def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    """The configuration with other values in a section."""
+    return validated(merged(config.model_dump(), {section: values}))
+
+
 def checked(kind: type[Checked], tree: Mapping[str, Any], names: list[str]) -> Checked:
-    """A section made of these values; `names` are those it knows, for hints."""
+    """A section with these values; `names` are its settings, for hints."""
     try:
         return kind.model_validate(tree)
     except ValidationError as problem:
         raise LabError("; ".join(explained(error, names) for error in problem.errors())) from None
 
 
+#: wording of pydantic's messages
+PLAIN = {
+    ": Input should be": " must be", "greater than or equal to": "at least", "less than or equal to": "at most",
+    "greater than": "above", "less than": "below", "a valid integer": "a whole number", "a valid number": "a number",
+    ", unable to parse string as an integer": "", ", unable to parse string as a number": "",
+}  # fmt: skip
+
+
 def explained(error: Any, names: list[str]) -> str:
-    """One of pydantic's errors: the setting, what it must be, and the value."""
+    """Text of an error of pydantic: the setting, its limit and the value."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         return f"unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    if error["type"] == "model_type":
+        return f"{name} must be a mapping of settings, got {error['input']!r}"
     if error["type"] == "value_error":  # ours: it names the settings itself
         return str(error["msg"]).removeprefix("Value error, ")
-    return f"{name}: {str(error['msg']).replace('Input should be', 'must be')}, got {error['input']!r}"
+    text = f"{name}: {error['msg']}, got {error['input']!r}"
+    for theirs, plain in PLAIN.items():
+        text = text.replace(theirs, plain, 1)
+    return text
 
 
 def field_names(kind: type[RunConfig] = RunConfig) -> list[str]:
     """Every setting by its dotted name."""
-    return [name for name, _ in settings(kind)]
-
-
-def settings(kind: type[RunConfig] = RunConfig) -> Iterator[tuple[str, str]]:
-    """Dotted name and description of every setting."""
+    names: list[str] = []
     for name, field in kind.model_fields.items():
         inside = field.annotation
         if isinstance(inside, type) and issubclass(inside, Section):
-            for inner, each in inside.model_fields.items():
-                yield f"{name}.{inner}", each.description or ""
+            names += [f"{name}.{inner}" for inner in inside.model_fields]
         else:
-            yield name, field.description or ""
+            names.append(name)
+    return names
 
 
 def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +377,7 @@ def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """What must not change when a run is continued but did, as 'name: old -> new'."""
+    """Differences that prevent a run from continuing, as 'name: old -> new'."""
     before, after = flat(old), flat(new)
     return [
         f"{name}: {before[name]!r} -> {after[name]!r}"

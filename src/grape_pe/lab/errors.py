@@ -2,8 +2,8 @@
 
 
 class LabError(ValueError):
-    """Usage error: the command line prints the message, which says what to change, and no traceback."""
+    """Usage error, printed by the command line as one line without a traceback."""
 
 
 class Diverged(LabError):
-    """Training stopped: the loss or a gradient is NaN or Inf, or rose after all rollbacks."""
+    """Training stopped: the loss or a gradient is not finite, or the loss rose after all rollbacks."""

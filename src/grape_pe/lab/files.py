@@ -1,26 +1,29 @@
-"""Reading and writing files. A write is atomic; a damaged file is one error that names it and what to do."""
+"""Reading and writing files: atomic writes, locks, and errors that name a damaged file and the remedy."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..extras import require
 from .errors import LabError
 
 LOCK = ".lock"
-#: begins the name of a file or directory that is not whole yet
+#: prefix of a file or directory that is still being written
 SCRATCH = ".part-"
+Kind = TypeVar("Kind")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses (full disk, read-only directory) into one clear line."""
+    """Raise errors of the file system (full disk, read-only directory) as LabError."""
     try:
         yield
     except OSError as error:
@@ -30,19 +33,36 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace the file in one step, after the text has reached the disk."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A scratch path that replaces `path`, a file or a directory, when the block ends. Atomic: after a kill or an
+    error the old content is still there. Parent directories are made."""
     scratch = path.with_name(f"{SCRATCH}{path.name}")
     with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(scratch)
         try:
-            with open(scratch, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            yield scratch
+            if path.is_dir():
+                _remove(path)
             os.replace(scratch, path)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
+        finally:
+            _remove(scratch)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically, after the text has reached the disk."""
+    with replacing(path) as scratch, open(scratch, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -50,7 +70,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def claim(directory: Path, wait: bool = False) -> Any:
-    """Lock a directory until `release()` of the result, or until the process ends, however it ends."""
+    """Lock a directory until `release()` of the result or the end of the process."""
     library = require("filelock", "lab")
     lock = library.FileLock(directory / LOCK, timeout=-1 if wait else 0)
     try:
@@ -64,7 +84,7 @@ def claim(directory: Path, wait: bool = False) -> Any:
 
 @contextmanager
 def locked(directory: Path, wait: bool = False) -> Iterator[None]:
-    """One process at a time; the others wait, or are refused."""
+    """Make and lock a directory; while another process holds the lock, wait or raise LabError."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = claim(directory, wait)
@@ -75,15 +95,49 @@ def locked(directory: Path, wait: bool = False) -> Iterator[None]:
 
 
 def contents(directory: Path) -> set[str]:
-    """The names in a directory but for its lock and what a killed process left half written."""
+    """The names in a directory except its lock and unfinished writes."""
     if not directory.is_dir():
         return set()
     return {name for name in os.listdir(directory) if name != LOCK and not name.startswith(SCRATCH)}
 
 
+def check_output(directory: Path, kind: str, marker: str, ignored: Collection[str] = ()) -> bool:
+    """Whether a directory is a `kind`, which has a file `marker`; refuses a file, or a directory of other files."""
+    if directory.exists() and not directory.is_dir():
+        raise LabError(f"--out must be a directory, but {directory} is a file; give another --out")
+    names = contents(directory) - {*ignored}
+    if names and marker not in names:
+        raise LabError(
+            f"{directory} holds {min(names)} and is not a {kind}; give an empty or new directory as --out"
+        )
+    return bool(names)
+
+
 def damaged(path: Path, why: object, remedy: str) -> LabError:
     """The error for a file whose content cannot be used."""
     return LabError(f"{path} is damaged: {' '.join(str(why).split())}; {remedy}")
+
+
+def typed(kind: type[Kind], values: Any, path: Path, remedy: str, why: str = "") -> Kind:
+    """`values` read from `path` as a dataclass or model; values of the wrong type mean a damaged file."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(kind).validate_python(values)  # type: ignore[arg-type,no-any-return]
+    except ValidationError as problem:
+        error = problem.errors()[0]
+        name = ".".join(map(str, error["loc"]))
+        fault = f"{name}: {error['msg']}, got {error['input']!r:.60}"
+        raise damaged(
+            path, why + (f"it has no {name}" if error["type"] == "missing" else fault), remedy
+        ) from None
+
+
+@cache
+def _adapter(kind: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def read_text(path: Path, remedy: str) -> str:
@@ -114,7 +168,7 @@ def _object(place: Path, text: str, remedy: str) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one in each line; a last line that a kill cut short is left out."""
+    """The JSON objects of a file, one per line; an incomplete last line is ignored."""
     if not path.exists():
         return []
     lines = read_text(path, remedy).split("\n")

@@ -1,36 +1,27 @@
-"""Worker processes end with the process that started them, also when that one was killed."""
+"""Worker processes end with the process that started them, also if it is killed."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import threading
 from multiprocessing.connection import wait
 
 
 def end_with_parent() -> None:
-    """To be called first in a worker. A parent that died while the worker was starting is noticed too."""
+    """End a process of multiprocessing with its parent. To be called first, as the parent may have ended already."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "not a process of multiprocessing"
-    if wait([parent.sentinel], timeout=0):
-        os._exit(1)
-    threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
-
-
-def _end_after(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
+    _end_with(parent.sentinel)
 
 
 def end_with_input() -> None:
-    """The same for a worker that is started by a command line: its standard input closes with its parent."""
-    if select.select([0], [], [], 0)[0]:
+    """End a worker started by a command line with its standard input, which closes with its parent."""
+    _end_with(0)
+
+
+def _end_with(file: int) -> None:
+    """End this process once `file` can be read, now or later."""
+    if wait([file], timeout=0):
         os._exit(1)
-    threading.Thread(target=_end_after_input, daemon=True).start()
-
-
-def _end_after_input() -> None:
-    while os.read(0, 1 << 10):
-        pass
-    os._exit(1)
+    threading.Thread(target=lambda: wait([file]) and os._exit(1), daemon=True).start()

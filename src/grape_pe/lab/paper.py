@@ -1,4 +1,4 @@
-"""The rows of the paper's tables: the run each one needs, and the accuracies published for it (paper.yaml).
+"""The rows of the paper's tables: the settings of their runs and the published accuracies (paper.yaml).
 
 row = rows()[0]
 row.config().train.steps, row.scores["arc_easy"], row.average
@@ -22,7 +22,7 @@ SIZES = ("medium", "large")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table of one size; `scores` by lm_eval's name of the task and `average` are in percent."""
+    """A row of the table of one size; `scores` (by lm_eval task) and `average` in percent."""
 
     size: str
     encoding: str
@@ -36,19 +36,19 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As the launch files name the run's directory."""
+        """The name of the run's directory in the launch files."""
         return f"{self.size}-{self.label.replace('+', '-')}"
 
     @property
     def arguments(self) -> list[str]:
-        """Those of `grape train`."""
+        """Arguments of `grape train`."""
         return [f"paper-{self.size}", "--encoding", self.encoding, *["--kv-shift"] * self.kv_shift]
 
     def config(self) -> RunConfig:
         return load(f"paper-{self.size}", {"model.encoding": self.encoding, "model.kv_shift": self.kv_shift})
 
     def alternatives(self, setting: str) -> Iterator[Any]:
-        """Other values of a setting with which a run repeats this row."""
+        """Other values of a setting that reproduce this row."""
         own = {"size": self.size, "encoding": self.encoding}
         for each in published()["alternatives"]:
             where = {key: value for key, value in each.items() if key in own}
@@ -67,7 +67,7 @@ def published() -> dict[str, Any]:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """All rows, in the order of the tables, which is that of `grape recipes --rows`."""
+    """All rows, in the order of the tables."""
     return tuple(_row(size, label, scores) for size in SIZES for label, scores in published()[size].items())
 
 

@@ -16,7 +16,7 @@ GGUF = ".gguf"
 
 
 def check_source(path: Path) -> None:
-    """Refuse what is neither, before anything is loaded."""
+    """Refuse other files before anything is loaded."""
     if path.suffix == GGUF and path.is_file():
         require("gguf", "adapt")
     elif not (path / "config.json").is_file():
@@ -27,7 +27,7 @@ def check_source(path: Path) -> None:
 
 
 def identity_of(path: Path) -> str:
-    """Names and sizes of the model's files, so that a run is not continued with another model."""
+    """Hash of the names and sizes of the model's files, to refuse another model when a run continues."""
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     sizes = [(p.name, p.stat().st_size) for p in files]
     return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
@@ -43,7 +43,7 @@ def load_pretrained(path: Path) -> tuple[Any, Any]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **quantised)
         model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **quantised)
-    except Exception as problem:  # of transformers, tokenizers and safetensors, each of its own kind
+    except Exception as problem:  # transformers, tokenizers and safetensors have their own errors
         raise LabError(f"cannot load {path}: {cause(problem)}") from problem
     if not tokenizer.is_fast:
         raise LabError(
@@ -55,7 +55,7 @@ def load_pretrained(path: Path) -> tuple[Any, Any]:
 
 
 def _dequantised(model: Any, transformers: Any) -> None:
-    """Weights read from GGUF are plain float32; what says otherwise would stop the model from being saved."""
+    """Remove the quantization settings of GGUF, with which the float32 model could not be saved."""
     model.config.__dict__.pop("quantization_config", None)
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         model.__dict__.pop(name, None)

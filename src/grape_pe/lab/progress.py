@@ -1,4 +1,4 @@
-"""A line on the screen that says how far a job is."""
+"""Progress on the screen."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 
 class ProgressLine:
-    """Step, loss, speed and time left: a live bar on a terminal, a line now and then elsewhere."""
+    """Steps done, a status and the time left: a live bar on a terminal, elsewhere a line every `PAUSE` seconds."""
 
-    PAUSE = 15.0  # seconds between lines where there is no terminal
+    PAUSE = 15.0
 
     def __init__(self, title: str, start: int, total: int, quiet: bool) -> None:
         self.title, self.start, self.total, self.quiet = title, start, total, quiet
         self.began = self.printed = time.monotonic()
-        self.validation = ""
         self.bar: Any = None
         if not quiet and sys.stderr.isatty() and find_spec("rich") is not None:
             self._open_bar()
@@ -32,11 +31,8 @@ class ProgressLine:
         self.bar.start()
         self.task = self.bar.add_task(self.title, total=self.total, completed=self.start, status="")
 
-    def show(self, step: int, loss: float, speed: float, last: bool = False) -> None:
-        self.tell(step, f"loss {loss:.4f}{self.validation}  {speed:,.0f} tokens/s", last)
-
-    def tell(self, step: int, status: str, last: bool = False) -> None:
-        if step < self.start:  # resumed jobs went back to their checkpoints
+    def show(self, step: int, status: str, last: bool = False) -> None:
+        if step < self.start:  # a resumed job begins at its checkpoint
             self.start, self.began = step, time.monotonic()
         if self.bar is not None:
             self.bar.update(self.task, completed=step, status=status)
@@ -46,9 +42,6 @@ class ProgressLine:
             print(
                 f"{self.title} {step}/{self.total}  {status}  {left:.0f} s left", file=sys.stderr, flush=True
             )
-
-    def validated(self, loss: float) -> None:
-        self.validation = f"  validation {loss:.4f}"
 
     def close(self) -> None:
         if self.bar is not None:

@@ -1,4 +1,4 @@
-"""Names with options in brackets, as they are written on the command line: fox[forget_bias=4]."""
+"""Names with options in brackets, as on the command line: fox[forget_bias=4]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import LabError
 
 
 def split_names(text: str) -> list[str]:
-    """`a,b[x=1,y=2]` at its commas outside brackets."""
+    """Split `a,b[x=1,y=2]` at commas outside brackets."""
     return [part for part in (each.strip() for each in _split(text)) if part]
 
 

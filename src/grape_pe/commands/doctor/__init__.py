@@ -1,4 +1,4 @@
-"""`grape doctor`: does everything work on this machine? Needs nothing but torch."""
+"""`grape doctor`: checks of this machine. Needs torch alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CHECK_FAILED, OK, CommandError
-from ..parsers import Commands, add_command, add_json
+from ..parsers import Commands, add_command
 
 ABOUT = """Check this machine: versions and conflicts, compiler and CPU kernel, GPUs, and every implementation
 of attention against float64, with its time and memory as ratios to torch's own attention.
@@ -19,25 +19,21 @@ Exit code 0: all is well; 1: something that should work does not."""
 
 
 def add_parsers(commands: Commands) -> None:
-    parser = add_command(
-        commands, "doctor", run_doctor, "check that everything works on this machine",
-        "grape doctor --out doctor.json", ABOUT,
-    )  # fmt: skip
+    help, example = "check that everything works on this machine", "grape doctor --out doctor.json"
+    parser = add_command(commands, "doctor", run_doctor, help, example, ABOUT)
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="no times; verdicts on Triton kernels as stored")
     level.add_argument("--full", action="store_true", help="more dtypes, masks and longer sequences")
-    parser.add_argument(
-        "--tune", action="store_true", help="time the Triton kernels' tiles, keep the fastest"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON file without paths or names")
-    add_json(parser)
+    parser.flag("--tune", "time the Triton kernels' tiles, keep the fastest")
+    parser.option("--out", "FILE", "write a JSON file without paths or names", type=Path)
+    parser.flag("--json")
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     from .text import lines
 
     if options.out is not None:
-        _write(options.out, "", mode="a")  # known before minutes of work
+        _write(options.out, "", mode="a")  # refuse a bad path before minutes of work
     level = "quick" if options.quick else "full" if options.full else "normal"
     report = examine(level, options.tune)
     text = json.dumps(report, indent=1)
@@ -54,11 +50,11 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
         with path.open(mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as problem:
-        raise CommandError(f"--out {path} cannot be written: {problem.strerror}") from None
+        raise CommandError(f"cannot write --out {path}: {problem.strerror}; give another file") from None
 
 
 def examine(level: str, tune: bool = False) -> dict[str, Any]:
-    """Everything the doctor finds, as JSON."""
+    """The whole report, as JSON."""
     from . import checks, machine
 
     report: dict[str, Any] = {
@@ -75,7 +71,7 @@ def examine(level: str, tune: bool = False) -> dict[str, Any]:
     }
     plans = {device: checks.plan(device, level) for device in checks.devices()}
     report["tiles"] = None
-    if tune:  # first, so that the checks below use what is kept
+    if tune:  # first, so that the checks below use these tiles
         gpus = [(device, plan) for device, plan in plans.items() if device != "cpu"]
         report["tiles"] = [row for gpu in gpus for row in checks.tile_rows(*gpu, _progress)]
     report["checks"] = [asdict(row) for device in plans.items() for row in checks.rows(*device, _progress)]

@@ -1,4 +1,4 @@
-"""Every implementation of attention on every device: checked against float64, timed against torch's own."""
+"""Checks of every implementation of attention against float64, and times relative to torch's own."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .machine import scrub
 
 BIASES = ("none", "slope", "path", "slope+path", "distance")
 CAUSAL, ALL_MASKS = ("causal",), ("causal", "documents", "padding", "window")
-#: longest sequence at which the dense reference is timed
+#: longest sequence for timing the dense reference
 LONGEST_DENSE = 1024
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to check: `tokens` is the length at which kernels are timed, 0 for not at all."""
+    """Extent of the checks; kernels are timed at `tokens` tokens, 0 for no times."""
 
     dtypes: tuple[str, ...]
     heads: tuple[int, ...]
     masks: tuple[tuple[str, ...], ...]
     tokens: int
     compiles: bool  # include implementations that need torch.compile on this device
-    again: bool  # check the Triton kernels again where a verdict is stored
+    again: bool  # repeat checks of Triton kernels that have a stored verdict
 
 
 def plan(device: str, level: str) -> Plan:
@@ -61,8 +61,8 @@ def plan(device: str, level: str) -> Plan:
 class Row:
     """One implementation and one kind of call.
 
-    `call` is "training" (forward and backward), or "decoding" (the last query alone, no gradients) for what
-    does nothing else. `time` and `memory` are ratios to torch's own attention at `tokens` tokens.
+    `call` is "training" (forward and backward), or "decoding" (the last query alone, no gradients) for
+    implementations without training. `time` and `memory` are ratios to torch's attention at `tokens` tokens.
     """
 
     device: str
@@ -92,7 +92,7 @@ def devices() -> list[str]:
 
 
 def rows(device: str, what: Plan, progress: Callable[[str], None]) -> Iterator[Row]:
-    """All rows of a device, bias by bias: first every check, then the times of what passed."""
+    """All rows of a device, bias by bias: first the checks, then times of those that passed."""
     crashed, names = _crashes(device), implementations()
     for dtype, heads, masks, bias in itertools.product(what.dtypes, what.heads, what.masks, BIASES):
         progress(f"{device}, {dtype}, heads of {heads}, {'+'.join(masks)}, bias {bias}")
@@ -103,7 +103,7 @@ def rows(device: str, what: Plan, progress: Callable[[str], None]) -> Iterator[R
 
 
 def _crashes(device: str) -> dict[str, str]:
-    """Our compiled CPU kernel runs in a child process first: a crash would end the doctor too."""
+    """Run the compiled CPU kernel in a child process first, as a crash would end this one."""
     problem = Problem("cpu", "cpu", "float32", 64, 64, "slope+path+distance")
     if device != "cpu" or "cpu" not in implementations() or why_not(problem, inputs(problem)) is not None:
         return {}
@@ -135,7 +135,7 @@ def _verdict(problem: Problem, what: Plan) -> Verdict:
 
 
 def _with_verdict(row: Row, found: Verdict) -> Row:
-    """Only kernels of ours must repeat themselves to the bit: some of torch's add in any order."""
+    """Our kernels must be deterministic to the bit; some of torch's are not."""
     good = found.ok or (not found.repeatable and row.impl not in OURS)
     errors = found.errors.values()
     return replace(
@@ -149,7 +149,7 @@ def _with_verdict(row: Row, found: Verdict) -> Row:
 
 
 def tile_rows(device: str, what: Plan, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """The tiles kept for each dtype, head size and bias: `status` is kept, failed or refused."""
+    """The tiles for each dtype, head size and bias; `status` is kept, failed or refused."""
     for dtype, heads, bias in itertools.product(what.dtypes, what.heads, BIASES):
         progress(f"{device}, {dtype}, heads of {heads}, bias {bias}: timing tiles")
         place, status = torch.device(device), "refused"
@@ -166,7 +166,7 @@ def tile_rows(device: str, what: Plan, progress: Callable[[str], None]) -> Itera
 
 
 def _timed(found: list[Row], problem: Problem, what: Plan) -> list[Row]:
-    """The rows with times: each round runs torch's attention and every implementation once."""
+    """The rows with times: each round runs torch's attention and the implementation once."""
     if not what.tokens or not any(row.status == "passed" for row in found):
         return found
     large = replace(problem, tokens=what.tokens)
@@ -182,7 +182,7 @@ def _timed(found: list[Row], problem: Problem, what: Plan) -> list[Row]:
 
 
 def _call(row: Row, problem: Problem, t: Tensors, function: Callable[..., Tensor]) -> Callable[[], None]:
-    """Forward and backward; or one query for what only decodes."""
+    """Forward and backward, or one query for decoding."""
     few = None if row.call == "training" else 1
 
     def run() -> None:
@@ -229,7 +229,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int | None:
-    """Most memory that torch's allocator held during a call beyond what it held before."""
+    """Peak memory of torch's allocator during a call, minus that before it."""
     if device == "cpu":
         return _peak_bytes_cpu(run)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""What `grape doctor` tells of the machine: versions and conflicts, compiler, cache folder, devices."""
+"""The machine: versions and conflicts, compiler, cache folder, devices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ...attention.gpu import store
 from ...attention.gpu.api import OLDEST_TRITON
 from ...attention.gpu.store import describe, installed, release, triton_version
 
-#: whose requirements on whom are compared with what is installed
+#: (package, requirement) pairs to compare with the installed versions
 REQUIREMENTS = (("grape-pe", "torch"), ("grape-pe", "transformers"), ("torch", "triton"))
 SETTINGS = ("GRAPE_TRITON", "GRAPE_PE_NATIVE", "TRITON_INTERPRET")
 
 
 def versions() -> dict[str, str | None]:
-    """None for what is not installed."""
+    """Versions; None if not installed."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -40,7 +40,7 @@ def versions() -> dict[str, str | None]:
 
 
 def conflicts() -> list[str]:
-    """Versions that do not go together, as sentences."""
+    """Incompatible versions, as sentences."""
     found = [text for who, what in REQUIREMENTS if (text := _outside(who, what)) is not None]
     triton = triton_version()
     if triton is not None and release(triton) < OLDEST_TRITON:
@@ -49,7 +49,7 @@ def conflicts() -> list[str]:
 
 
 def _outside(who: str, what: str) -> str | None:
-    """Whether the installed `what` is outside the range that `who` declares."""
+    """A sentence if the installed `what` is outside the range that `who` requires."""
     have = triton_version() if what == "triton" else installed(what)
     wanted = _declared(who, what)
     if have is None or wanted is None or satisfies(have, wanted):
@@ -67,7 +67,7 @@ def _declared(who: str, what: str) -> str | None:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version is within ">=2.13,<2.15" and the like."""
+    """Whether a version satisfies a specifier such as ">=2.13,<2.15"."""
     return all(_meets(release(version), *clause) for clause in re.findall(r"([<>=!~]+)\s*([^\s,]+)", wanted))
 
 
@@ -81,12 +81,12 @@ def _meets(have: tuple[int, ...], sign: str, number: str) -> bool:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that change what is used."""
+    """Environment variables that select implementations."""
     return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 
 def compiler() -> str | None:
-    """The first line a C++ compiler prints about itself."""
+    """The first line of the C++ compiler's --version."""
     path = shutil.which("g++") or shutil.which("clang++")
     if path is None:
         return None
@@ -98,7 +98,7 @@ def compiler() -> str | None:
 
 
 def cpu_kernel() -> dict[str, Any]:
-    """Whether the compiled CPU kernel is there; `failed`: it is not, and nobody asked for that."""
+    """Whether the CPU kernel is built; `failed` if it could not be, although it is not disabled."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reason = build.why_not()
@@ -109,7 +109,7 @@ def cache() -> dict[str, Any]:
     """State of the cache folder, without its name."""
     place = store.folder()
     if place is None:
-        return {"usable": False, "reason": "it cannot be made, is not yours, or others may write to it"}
+        return {"usable": False, "reason": "it cannot be created, is not yours, or others may write to it"}
     files = {"kernels": "*.so", "verdicts": "triton-*.json", "tuned": "tiles-*.json"}
     return {"usable": True} | {name: len(list(place.glob(pattern))) for name, pattern in files.items()}
 
@@ -158,7 +158,7 @@ def why_no_gpu() -> str | None:
 
 def scrub(text: str) -> str:
     """Without paths, the user's name and the host's name."""
-    text = re.sub(r"(['\"])(?:[A-Za-z]:)?[/\\].*?\1", r"\1<path>\1", text)  # with spaces in it
+    text = re.sub(r"(['\"])(?:[A-Za-z]:)?[/\\].*?\1", r"\1<path>\1", text)  # quoted, may contain spaces
     text = re.sub(r"(?<![\w.])(?:[A-Za-z]:)?[/\\][^\s'\":,;)]+", "<path>", text)
     for name in _names():
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-HEADER = ("bias", "implementation", "call", "check", "error", "of allowed", "same bits", "time", "memory")
+from ...lab.columns import aligned
 
-WORDS = 4  # columns aligned to the left
+HEADER = ("bias", "implementation", "call", "check", "error", "of allowed", "same bits", "time", "memory")
 LEGEND = (
     "",
     "  error: the largest relative error against float64, of the output and all gradients. of allowed: half",
@@ -99,13 +99,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     cells = [HEADER, *(_cells(row) for row in rows if row["status"] != "refused")]
     if all(row["time"] is None for row in rows):
         cells = [row[:-2] for row in cells]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = (
-            f"{cell:<{width}}" if place < WORDS else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  " + "  ".join(padded).rstrip()
+    yield from (f"  {line}" for line in aligned(cells, left=4).splitlines())
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What `grape adapt` refuses before anything is trained."""
+"""Checks of `grape adapt` before training."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...extras import require
 from ..compare.arms import Arm
 from ..errors import LabError
 from ..evaluate import benchmarks
-from .settings import Wishes
+from .wishes import Wishes
 
 
 def check_installed(wishes: Wishes) -> None:
-    """What is needed only later is asked for at the beginning."""
+    """Refuse a run whose later steps would lack a package."""
     for module in ("transformers", "tokenizers", "safetensors", "plotly", "filelock", "pydantic"):
         require(module, "lab")
     if wishes.method == "lora":
@@ -25,7 +25,7 @@ def check_installed(wishes: Wishes) -> None:
 
 
 def check_exportable(model: Any) -> None:
-    """Refuse --export where the encoding has no stock form, before anything is trained."""
+    """Refuse --export if the encoding has no stock form."""
     from ...hf.exporter import check_stock_form
 
     try:
@@ -40,12 +40,12 @@ def read_arms(encodings: Sequence[str]) -> list[Arm]:
     except ValueError as problem:
         raise LabError(str(problem)) from None
     if not arms or len({arm.label for arm in arms}) < len(arms):
-        raise LabError(f"name one encoding or more, each once; got {', '.join(encodings) or 'none'}")
+        raise LabError(f"give at least one encoding, each once, got {', '.join(encodings) or 'none'}")
     return arms
 
 
 def check_root(root: Path, own: Sequence[str], labels: Sequence[str]) -> None:
-    """Refuse a directory of a sweep that holds something else."""
+    """Refuse a directory for a sweep with other files in it."""
     if root.exists() and not root.is_dir():
         raise LabError(f"--out must be a directory, but {root} is a file")
     others = {p.name for p in root.iterdir()} - {*own, *labels} if root.is_dir() else set()

@@ -1,4 +1,4 @@
-"""A Hugging Face model with the calls of `Decoder` that training and evaluation use."""
+"""A Hugging Face model with the interface of `Decoder`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...models.loss import cross_entropy
 from ..errors import LabError
 from ..inspect.capture import LayerView, watch
 
-#: largest difference between the logits of the model before and after `adapt`, relative to the largest logit
+#: largest change of a logit by `adapt`, relative to the largest logit
 SAME = 1e-4
 
 
 class PretrainedDecoder(nn.Module):
-    """An adapted model: tokens to a loss in chunks, to logits, and through a cache with or without a window."""
+    """An adapted model: loss in chunks, logits, and a cache with or without a window."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class PretrainedDecoder(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """(V, C): what turns hidden states into logits."""
+        """(V, C): the output embeddings."""
         weight = self.pretrained.get_output_embeddings().weight
         assert isinstance(weight, Tensor)
         return weight
@@ -69,14 +69,14 @@ class PretrainedDecoder(nn.Module):
         documents: Tensor | None = None,
         count: float | None = None,
     ) -> Tensor:
-        """Logits (B, T, V); or, with `targets`, their mean cross entropy, as `Decoder` gives it."""
+        """Logits (B, T, V); or, with `targets`, their mean cross entropy, as in `Decoder`."""
         if documents is not None:
             raise LabError("data.documents is not supported by grape adapt; leave it false")
         hidden = self.hidden(tokens)
         return hidden @ self.head.T if targets is None else cross_entropy(hidden, self.head, targets, count)
 
     def cache(self, *, window: int | None = None, rollback: int = 0) -> DynamicCache:
-        """An empty cache; with a `window`, a token sees fewer than so many tokens back, in any layer."""
+        """An empty cache; with a `window`, attention reaches fewer than this many tokens back in every layer."""
         cache = DynamicCache()
         cache.layers = []
         for encoding, attention in zip(self.encodings(), self.attentions(), strict=True):
@@ -88,7 +88,7 @@ class PretrainedDecoder(nn.Module):
         return cache
 
     def observe(self, tokens: Tensor) -> list[LayerView]:
-        """What every layer's encoding does on tokens (T,)."""
+        """Observations of every layer's encoding on tokens (T,)."""
         seen = watch(self, self.encodings(), tokens[None].to(self.head.device))
         scales = [attention.scale for attention in self.attentions()]
         return [
@@ -107,8 +107,7 @@ def check_unchanged(before: Tensor, model: PretrainedDecoder, tokens: Tensor) ->
     found = largest_change(before, model, tokens)
     if not found <= SAME * max(1.0, float(before.abs().max())):
         raise LabError(
-            f"the logits changed by {found:.2g} although nothing was trained: this model does more with its "
-            "hidden states than multiply them by the head (such as soft-capping), which grape adapt does not "
-            "support; use grape_pe.hf.adapt with a training loop of your own"
+            f"the logits changed by {found:.2g} before training: this model transforms logits (such as by "
+            "soft-capping), which grape adapt does not support; use grape_pe.hf.adapt in your own training loop"
         )
     return found

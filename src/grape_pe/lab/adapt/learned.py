@@ -1,4 +1,4 @@
-"""What each head of an adapted model learned: amplitudes of its biases, frequencies of its rotation."""
+"""Learned amplitudes of biases and frequencies of rotations, by layer and head."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import torch
 from torch import Tensor
 
 from ...hf.fade import ZeroInitBias
-from ..data import Dataset, load_tokenizer
 from ..inspect.capture import frequencies, rotation_of
 from ..inspect.figure_data import LAYERS, picture_of, spread
 from .decoder import PretrainedDecoder
 
-#: tokens of the validation text that an encoding's picture is drawn on
-PICTURE_TOKENS = 96
-
 
 @torch.no_grad()
 def heads(model: PretrainedDecoder) -> dict[str, Any]:
-    """By layer and head: the amplitude of each bias; by layer: how far frequencies moved, in percent at most."""
+    """The amplitude of each bias, by layer and head; the largest change of a frequency in percent, by layer."""
     parts = [[m for m in e.modules() if isinstance(m, ZeroInitBias)] for e in model.encodings()]
     biases = zip(*parts, strict=True) if parts and parts[0] else []
     amplitudes = [[m.amplitude.clamp(min=0).tolist() for m in layers] for layers in biases]
@@ -37,13 +33,10 @@ def _moved(model: PretrainedDecoder, layer: int) -> float | None:
     return float(100 * (now / initial - 1).abs().max())
 
 
-def picture(model: PretrainedDecoder, dataset: Dataset, name: str) -> dict[str, Any]:
-    """The encoding's picture on the first words of the validation text."""
-    shard = dataset.manifest.of("val")[0]
-    tokens: Tensor = torch.from_numpy(dataset.read(shard, 0, min(PICTURE_TOKENS, shard.tokens)))
-    words = load_tokenizer(dataset.directory)
+def picture(model: PretrainedDecoder, tokens: Tensor, words: list[str], name: str) -> dict[str, Any]:
+    """The encoding's picture on a text."""
     views = model.observe(tokens)
     shape = views[0].encoding.shape
-    drawn = picture_of(spread(views, LAYERS), [words.decode([token]) for token in tokens.tolist()])
+    drawn = picture_of(spread(views, LAYERS), words)
     about = {"encoding": name, "kv_shift": False, "layers_total": len(views), "heads_total": shape.heads}
     return {**drawn, **about}

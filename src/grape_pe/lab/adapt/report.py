@@ -1,4 +1,4 @@
-"""The page of an adapted model, or of a sweep: before and after, loss by length and position, heads."""
+"""The report of an adapted model or a sweep: before and after, loss by length and position, heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..compare.arms import Arm
 from ..config import flat
 from ..evaluate.benchmarks import Scores
-from ..files import read_json, write_text
+from ..files import read_json, typed, write_text
 from ..report.adapted_tables import BEFORE
 from ..report.cells import Cell, Table
 from ..report.curves import loss_figures
@@ -20,7 +20,7 @@ from ..report.page import Part, legend, page, part, pictures, recipe_html, table
 from ..report.picture_figures import RAMP
 from ..report.results import ArmResults, LanguageRun, Recipe, Results
 from ..report.runs import read_lm_scores
-from ..report.stored import Evaluation, checked, curves
+from ..report.stored import Evaluation, curves
 from ..report.style import styles
 from ..report.tables import tables
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
@@ -32,7 +32,7 @@ RESULT, LINES = "result.json", "results.jsonl"
 
 
 def write_adapt_report(root: Path, runs: Mapping[str, Path]) -> Path:
-    """Read the finished runs, by label, and write report.html and results.jsonl (for grape report) in `root`."""
+    """Write report.html and results.jsonl (for grape report) in `root` from finished runs by label."""
     found = adapt_results(runs)
     learned = {label: read_json(place / RESULT, AGAIN) for label, place in runs.items()}
     write_text(root / LINES, "".join(json.dumps(line) + "\n" for line in _lines(found)))
@@ -40,7 +40,7 @@ def write_adapt_report(root: Path, runs: Mapping[str, Path]) -> Path:
 
 
 def adapt_results(runs: Mapping[str, Path]) -> Results:
-    """The runs as arms of a comparison, and the model before any training as one more."""
+    """The runs as arms of a comparison, and the model before training as another arm."""
     arms: list[ArmResults] = []
     scores: dict[str, Scores] = {}
     recipes: list[Recipe] = []
@@ -56,7 +56,7 @@ def adapt_results(runs: Mapping[str, Path]) -> Results:
 
 
 def _unscaled(runs: Mapping[str, Path]) -> Path:
-    """A run that began with the logits of the pretrained model; the first if all rescale its frequencies."""
+    """A run that began with the logits of the pretrained model, or the first if all rescale frequencies."""
     for place in runs.values():
         if not scaled(read_config(place, AdaptConfig)):  # type: ignore[arg-type]
             return place
@@ -75,7 +75,7 @@ def _arm(label: str, place: Path, config: AdaptConfig, step: int) -> ArmResults:
     found = place / PASSKEY.format("before" if label == BEFORE else "after")
     if found.is_file():
         fields["passkey"] = read_json(found, AGAIN)["scores"]
-    evaluation = checked(Evaluation, {**read_json(path, AGAIN), **fields}, path, AGAIN)
+    evaluation = typed(Evaluation, {**read_json(path, AGAIN), **fields}, path, AGAIN)
     training, validation = ({}, {}) if label == BEFORE else curves(read_metrics(place))
     picture = None if label == BEFORE else read_json(place / "picture.json", AGAIN)
     run = LanguageRun(config.seed, evaluation, training, validation, picture)
@@ -83,7 +83,7 @@ def _arm(label: str, place: Path, config: AdaptConfig, step: int) -> ArmResults:
 
 
 def _lines(results: Results) -> Iterator[dict[str, Any]]:
-    """What `grape report --jsonl` writes of a comparison."""
+    """Lines as of `grape report --jsonl`."""
     recipe, arms = results.recipes[0], [{"label": arm.label, "encoding": arm.label} for arm in results.arms]
     yield {
         "kind": "comparison", "arms": arms, "seeds": list(recipe.seeds), "recipe": dict(recipe.settings),
@@ -132,7 +132,7 @@ LENGTH = "The training length of these figures is the context of the pretrained 
 
 
 def trained_table(learned: Mapping[str, Any]) -> Table:
-    """What was trained, and what it cost."""
+    """Trained parameters and their cost."""
     heads = ["trained parameters", "logits at step 0", "tokens", "tok/s", "memory"]
     rows = [
         (label, [
@@ -142,8 +142,8 @@ def trained_table(learned: Mapping[str, Any]) -> Table:
         for label, result in learned.items()
     ]  # fmt: skip
     caption = (
-        "Logits at step 0: the largest change that giving the model its encoding made to a logit, before any "
-        "training. Speeds include whatever else the machine did."
+        "Logits at step 0: the largest change of a logit by the new encoding, before training. Speeds include "
+        "whatever else the machine did."
     )
     return Table("trained", "", caption, heads, rows)
 
@@ -156,8 +156,8 @@ def head_figures(label: str, heads: Mapping[str, Any]) -> list[Figure]:
         down = [f"layer {i + 1}" for i in range(len(rows))]
         trace = heatmap(rows, across, down, colorscale=RAMP, zmin=0)
         caption = (
-            "At 0 the bias adds nothing, as in the pretrained model; at 1 it has the strength it would have in a "
-            "model trained with it from the start."
+            "At 0 the bias adds nothing, as in the pretrained model; at 1 it has the strength of a model trained with "
+            "it from the start."
         )
         title = f"{escape(label)}: amplitude of the bias" + (f" {number + 1}" if number else "")
         layout = {"xaxis": axis(""), "yaxis": axis("", autorange="reversed")}

@@ -1,4 +1,4 @@
-"""Which parameters of an adapted model are trained, and how fast."""
+"""The trained parameters of an adapted model and their optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .settings import AdaptConfig
 
 
 def adapted(model: Any, config: AdaptConfig) -> Any:
-    """Give the model its encoding, in place; the random start of its parameters depends on the seed alone."""
+    """Give the model its encoding in place; initial values depend on the seed alone."""
     section = config.model
     assert isinstance(section.encoding, str)
     name = with_rotation(section.encoding) if config.adapt.fade else section.encoding
@@ -26,24 +26,24 @@ def adapted(model: Any, config: AdaptConfig) -> Any:
             raise LabError(f"cannot adapt {config.adapt.source}: {problem}") from None
     if config.adapt.method == "new" and not any(p.requires_grad for p in new_parameters(model).values()):
         raise LabError(
-            f"{section.encoding} adds no parameter to train; give --lora RANK or --train all, or another encoding"
+            f"{section.encoding} adds no parameter to train; give --lora RANK, --train all, or another encoding"
         )
     return model
 
 
 def with_rotation(encoding: str) -> str:
-    """What a model begins with that is to end with `encoding`: fox with rope+fox, nope with rope."""
+    """The initial encoding of a model whose rotation is faded out: rope+fox for fox, rope for nope."""
     return "rope" if encoding == "nope" else f"rope+{encoding}"
 
 
 def scaled(config: AdaptConfig) -> bool:
-    """Whether the frequencies are rescaled for a longer context, which changes the logits at once."""
+    """Whether frequencies are rescaled for a longer context, which changes the logits before training."""
     options = config.model.encoding_options
     return any("scaling" in each for each in (options, *options.values()) if isinstance(each, dict))
 
 
 def select_trained(model: Any, config: AdaptConfig) -> Any:
-    """Choose what is trained. Returns the PEFT model around it, or None."""
+    """Set requires_grad. Returns the PEFT model around the model, or None."""
     new = new_parameters(model)
     learnable = {name for name, p in new.items() if p.requires_grad}
     wrapped = None

@@ -1,4 +1,4 @@
-"""Training an adapted model: the lab's loop, with evaluations at several lengths before, during and after."""
+"""Training of an adapted model, with evaluations at several lengths before, during and after."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ...hf.rotation_fade import RotationFade
 from ..data import Batch, Dataset
 from ..evaluate.lengths import evaluate_language
-from ..files import read_json, write_json, writing
+from ..files import read_json, write_json
 from ..train.checkpoint import TrainingState
 from ..train.distributed import World
 from ..train.feed import Feed
@@ -31,7 +31,7 @@ def evaluation_file(directory: Path, step: int) -> Path:
 
 
 class AdaptTrainer(Trainer):
-    """Trains what requires a gradient; checkpoints hold that alone."""
+    """Trains parameters that require a gradient; checkpoints contain these alone."""
 
     saves_frozen = False
     config: AdaptConfig
@@ -40,20 +40,20 @@ class AdaptTrainer(Trainer):
         self, config: AdaptConfig, directory: Path, feed: Feed, dataset: Dataset,
         model: PretrainedDecoder, among: World, quiet: bool,
     ) -> None:  # fmt: skip
-        self.begun, self.dataset = model, dataset
+        self.adapted, self.dataset = model, dataset
         super().__init__(config, directory, feed, among, quiet)
         steps = config.adapt.fade
         self.fade = RotationFade(model.pretrained, steps) if steps else None
         self._set_rotation(self.progress.step)
 
     def _build(self) -> Any:
-        return self.begun
+        return self.adapted
 
     def _flops(self) -> None:
         return None
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.begun.pretrained, self.config)
+        return optimizer_of(self.adapted.pretrained, self.config)
 
     def _set_rotation(self, done: int) -> None:
         if self.fade is not None:
@@ -74,7 +74,7 @@ class AdaptTrainer(Trainer):
         return super().run()
 
     def _measure_before(self) -> None:
-        """Evaluate at step 0, once: a run that was killed before its first checkpoint finds it done."""
+        """Evaluate at step 0, unless a run that was killed before its first checkpoint did."""
         place = evaluation_file(self.directory, 0)
         if place.exists():
             loss = float(read_json(place, AGAIN)["val_loss"])
@@ -83,7 +83,7 @@ class AdaptTrainer(Trainer):
             self._validate(0)
 
     def _validate(self, done: int) -> None:
-        """Also the loss at every length, but not at checkpoints alone; with a window before and after only."""
+        """Also the loss at every length, unless this is for a checkpoint alone."""
         super()._validate(done)
         if done == 0 or self._due(done, self.config.train.eval_every):
             self._measure_lengths(done)
@@ -97,10 +97,8 @@ class AdaptTrainer(Trainer):
             windows=(None, settings.context) if ends else (None,), tokens=settings.eval_tokens,
         )  # fmt: skip
         place = evaluation_file(self.directory, done)
-        with writing(place):
-            place.parent.mkdir(exist_ok=True)
         seconds = time.perf_counter() - began
         write_json(place, {"val_loss": self.progress.validation_loss, "seconds": seconds, **found})
 
     def _export(self) -> None:
-        """The caller writes the model, which LoRA may have to be merged into."""
+        """The caller writes the model after merging LoRA."""

@@ -1,5 +1,1 @@
-"""The atlas: every encoding of the registry, measured here and described by its own class.
-
-`entries` what is known of one encoding · `cost` time of a step · `page` the HTML page · `markdown` the page of
-the documentation.
-"""
+"""The atlas of encodings: `entries` describes one, `cost` measures a step, `page` and `markdown` write it."""

@@ -1,5 +1,4 @@
-"""Time of a layer relative to the same layer with RoPE, measured quickly in alternation with it, on one thread:
-several threads of so small a step measure how busy the machine is."""
+"""Time of a layer relative to the same layer with RoPE, measured in alternation on one thread."""
 
 from __future__ import annotations
 
@@ -12,11 +11,9 @@ import torch
 
 from ...layers import Attention
 
-#: tokens of a training step, and in the cache before a step of decoding
-TOKENS = 512
-#: the same for encodings that would take minutes with so many
-FEW = 32
-#: seconds of one training step at TOKENS above which FEW are used
+#: tokens of a training step, and in the cache before decoding; fewer for slow encodings
+TOKENS, FEW = 512, 32
+#: seconds of a training step at TOKENS above which FEW are used
 LIMIT = 2.0
 ROUNDS, STEPS = 7, 8
 Action = Callable[[], None]
@@ -24,7 +21,7 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class Cost:
-    """Ratios to RoPE of the shortest of a few times, taken in turn."""
+    """Shortest of several times relative to RoPE."""
 
     train: float
     decode: float
@@ -35,7 +32,7 @@ def layer_cost(name: str, width: int, heads: int) -> Cost:
     """Cost of the encoding in a `grape.Attention` of this size."""
     with one_thread():
         ours, rope = (Attention(width, heads=heads, encoding=each) for each in (name, "rope"))
-        _training(ours, FEW)()  # whatever happens once
+        _training(ours, FEW)()  # warm-up
         few = _seconds(_training(ours, FEW))
         tokens = TOKENS if few * TOKENS / FEW < LIMIT else FEW
         train = _ratio(_training(ours, tokens), _training(rope, tokens))
@@ -64,7 +61,7 @@ def _training(layer: Attention, tokens: int) -> Action:
 
 @torch.no_grad()
 def _decoding(layer: Attention, tokens: int) -> Action:
-    """One action is a few tokens, one at a time, after `tokens` in the cache."""
+    """Decode a few tokens, one at a time, after `tokens` in the cache."""
     cache = layer.cache(rollback=STEPS)
     layer(torch.randn(1, tokens, layer.width), cache=cache)
     new = torch.randn(1, 1, layer.width)

@@ -1,4 +1,4 @@
-"""What the atlas says of one encoding: its facts, options, laws, cache and, at its initial state, its reach.
+"""An entry of the atlas: facts, options, laws and cache of an encoding, and its reach at initialization.
 
 entry = measure("fox", timed=False)
 entry.laws.relative, entry.extra_bytes
@@ -26,15 +26,15 @@ from .cost import Cost, layer_cost, one_thread
 
 HEADS, HEAD_DIM = 8, 64
 WIDTH = HEADS * HEAD_DIM
-#: random tokens of the curves and of the reach
+#: random tokens for the curves and the reach
 TOKENS = 256
-#: of the laws, which need no size
+#: shape for the laws, which do not depend on it
 SMALL = {"heads": 4, "head_dim": 16, "width": 24}
 
 
 @dataclass(frozen=True)
 class Curves:
-    """At the initial state on random tokens: a line for each head (one where they agree) over `distances`."""
+    """At initialization on random tokens: a line per head (one if they are equal) over `distances`."""
 
     distances: Sequence[int]
     bias: Sequence[Sequence[float]]
@@ -44,7 +44,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class AtlasEntry:
-    """One encoding. Bytes are of a cache in float32 with 8 heads of 64 features, for each token."""
+    """One encoding. Bytes per token are for a float32 cache with 8 heads of 64 features."""
 
     name: str
     facts: Facts | None
@@ -62,7 +62,7 @@ class AtlasEntry:
 
     @property
     def extra_bytes(self) -> int:
-        """Beyond key and value."""
+        """Bytes per token beyond key and value."""
         return self.bytes_per_token - 4 * 2 * WIDTH
 
     @property
@@ -71,7 +71,7 @@ class AtlasEntry:
 
     @property
     def relative(self) -> str:
-        """Whether the relative law holds, as the README has it."""
+        """Whether the relative law holds, as in the README."""
         if self.broken is None:
             return "yes (1D)" if self.only_1d else "yes"
         options = self.facts.law_with if self.facts else {}
@@ -81,7 +81,7 @@ class AtlasEntry:
 
 @torch.random.fork_rng(devices=[])
 def measure(name: str, *, timed: bool = True) -> AtlasEntry:
-    """Everything about one encoding; without `timed`, all that is the same on every machine."""
+    """The entry of one encoding; without `timed`, only what is the same on every machine."""
     torch.manual_seed(0)
     encoding = built(name)
     code = _encoded(encoding)
@@ -89,7 +89,7 @@ def measure(name: str, *, timed: bool = True) -> AtlasEntry:
         name=name,
         facts=facts(name),
         options=entry(name).options(),
-        kind=_kind(encoding),
+        kind="transforms q and k" if encoding.transforms else "adds a bias",
         bias=bias_kind(code),
         contextual=encoding.contextual,
         parameters=sum(p.numel() for p in encoding.parameters()),
@@ -103,13 +103,13 @@ def measure(name: str, *, timed: bool = True) -> AtlasEntry:
 
 
 def measure_all(
-    which: Sequence[str] | None = None, tell: Callable[[int, str], None] = lambda done, name: None
+    which: Sequence[str] | None = None, show: Callable[[int, str], None] = lambda done, name: None
 ) -> list[AtlasEntry]:
-    """Those of all names, or of some; `tell` is called before each with the number done."""
+    """The entries of all or some names; calls `show` with the number done before each."""
     found = []
     with one_thread():
         for done, name in enumerate(which or names()):
-            tell(done, name)
+            show(done, name)
             found.append(measure(name))
     return found
 
@@ -122,14 +122,10 @@ def built(name: str) -> Encoding:
 
 
 def bias_kind(code: Encoded) -> str:
-    """none, slope, path, …: the public kind of the bias."""
+    """The public kind of the bias: none, slope, path, …"""
     known = (c.__name__ for c in type(code.bias).__mro__ if getattr(grape_pe, c.__name__, None) is c)
     found = next(known).removesuffix("Bias").lower()
     return "none" if found == "no" else found
-
-
-def _kind(encoding: Encoding) -> str:
-    return "transforms q and k" if encoding.transforms else "adds a bias"
 
 
 @torch.no_grad()
@@ -146,7 +142,7 @@ def _cache_bytes(encoding: Encoding) -> int:
 
 
 def _only_1d(name: str) -> bool:
-    """Whether the relative law is lost with two coordinates."""
+    """Whether the relative law fails with two coordinates."""
     return "coords" in entry(name).options() and bool(build(name, **SMALL, coords=2).breaks_relative_law)
 
 

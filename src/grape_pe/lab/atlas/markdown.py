@@ -1,4 +1,4 @@
-"""The atlas as Markdown: what is the same on every machine. docs/atlas.md and the README's table are made of it."""
+"""The atlas as Markdown, for docs/atlas.md and the table in the README."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ README_HEAD = (
 
 
 def readme_table(entries: Sequence[AtlasEntry]) -> str:
-    """The table of the README, from the facts of each encoding."""
+    """The table of the README."""
     return README_HEAD + "".join(map(_readme_row, entries))
 
 
@@ -26,9 +26,11 @@ def _readme_row(entry: AtlasEntry) -> str:
 
 
 def atlas_markdown(entries: Sequence[AtlasEntry]) -> str:
-    """A table of all encodings, then a section for each."""
+    """A table of all encodings, then a section about each."""
     head = "| encoding | bias | laws kept | bytes in a cache | parameters |\n|---|---|---|---|---|\n"
-    return "\n".join([head + "".join(map(_row, entries)), *map(_section, entries)])
+    return "\n".join(
+        [head + "".join(map(_row, entries)), *(line for each in entries for line in _lines(each))]
+    )
 
 
 def _row(entry: AtlasEntry) -> str:
@@ -36,14 +38,11 @@ def _row(entry: AtlasEntry) -> str:
     return f"| {name} | {entry.bias} | {kept} | +{entry.extra_bytes:,} | {entry.parameters:,} |\n"
 
 
-def _section(entry: AtlasEntry) -> str:
-    return "\n".join([f"## {entry.name}\n", *_lines(entry)])
-
-
 def _lines(entry: AtlasEntry) -> Iterator[str]:
     facts = entry.facts
+    yield f"## {entry.name}\n"
     if facts is not None:
-        yield f"{_sentence(facts.about)}\n"
+        yield f"{facts.about[0].upper()}{facts.about[1:]}.\n"
         yield f"    {facts.formula}\n"
         yield f"- Group element: {_code_marks(facts.group)}."
         if facts.recovers:
@@ -56,12 +55,8 @@ def _lines(entry: AtlasEntry) -> Iterator[str]:
     yield f"- Build: `{build_call(entry)}`\n"
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
 def _code_marks(text: str) -> str:
-    """Underscores and carets are no Markdown."""
+    """Escape underscores and carets."""
     return text.replace("_", "\\_").replace("^", "\\^")
 
 

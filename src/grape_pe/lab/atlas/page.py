@@ -1,4 +1,4 @@
-"""The atlas as one HTML page that needs nothing but a browser."""
+"""The atlas as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from . import cost
 from .entries import HEAD_DIM, HEADS, TOKENS, WIDTH, AtlasEntry, Curves
 from .markdown import build_call, listed_options
 
-#: exp(-8) is 0.0003: below this a token has no weight
+#: lowest bias shown: exp(-8) is 0.0003
 FLOOR = -8.0
 KERNEL = (-0.4, 1.0)
-#: buttons of the filter: what they say, and the word they ask for
+#: buttons of the filter: their text and the word they search for
 PICKS = {
     "relative law": "law:relative", "composition": "law:composition", "rotation": "kind:transforms",
     "bias": "kind:adds", "nothing learned": "fixed:",
@@ -36,13 +36,13 @@ HEADINGS = (
 
 
 def atlas_page(entries: Sequence[AtlasEntry]) -> str:
-    """The page: a table that can be sorted and filtered, then each encoding."""
+    """A table that can be sorted and filtered, then a card per encoding."""
     losses = shipped_losses()
     return page("Atlas of position encodings", [_overview(entries, losses), *map(_card, entries)])
 
 
 def shipped_losses() -> dict[str, list[float]]:
-    """Final losses by encoding, one for each seed, of the results shipped with this package."""
+    """Final losses by encoding, one per seed, of the results shipped with this package."""
     shipped = shipped_evidence("small")
     if shipped is None:
         return {}
@@ -102,7 +102,7 @@ def _key(entry: AtlasEntry) -> str:
 
 
 def _words(entry: AtlasEntry) -> str:
-    """What the filter looks at."""
+    """Words that the filter searches."""
     facts = entry.facts
     words = [entry.name, entry.about, entry.kind, f"kind:{entry.kind}", entry.bias]
     words += [] if facts is None else [facts.recovers, facts.learned, facts.source]

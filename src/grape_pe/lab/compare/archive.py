@@ -1,9 +1,9 @@
-"""A comparison as one file of text: its settings and what was measured of every finished run, no weights.
+"""A comparison as one text file: its settings and the measurements of finished runs, without weights.
 
     write_archive(Path("results/small"), Path("small.jsonl"))
     restore(Path("small.jsonl"), Path("elsewhere/small"), comparison, Resources(threads=1, gpus=0))
 
-`grape report` reads the file; `grape compare --from` goes on with it: a run in it counts as done.
+`grape report` reads the file; `grape compare --from` continues from it: its runs count as done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import damaged, read_json, read_json_lines, write_json, write_text, writing
+from ..files import damaged, read_json, read_json_lines, write_json, write_text
 from ..train.run_directory import ENVIRONMENT, surroundings
 from .comparison import (
     AGAIN,
@@ -30,13 +30,13 @@ from .comparison import (
 )
 from .engines.engine import Resources
 
-#: the kind of a run, by the directory it is in
+#: the kind of a run, by its directory
 KINDS = {"sweep": "trial", "runs": "language", "tasks": "task"}
 REWRITE = "write it again: grape report DIR --jsonl FILE"
 
 
 def write_archive(root: Path, out: Path) -> Path:
-    """Write what is done of the comparison in `root`, a line for each run after one for the settings.
+    """Write the finished runs of the comparison in `root`: a line of settings, then a line per run.
 
     Args:
         root: a directory of `compare`.
@@ -48,20 +48,16 @@ def write_archive(root: Path, out: Path) -> Path:
         path for path in sorted(root.glob(f"*/**/{EVALUATION}")) if path.relative_to(root).parts[0] in KINDS
     ]
     about = {"data": _data(found), **read_json(root / COMPARISON, RESTORE)}
-    lines = [{"kind": "comparison", **about}, *(_line(root, path) for path in found)]
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"kind": "comparison", **about}]
+    for path in found:
+        place = path.parent.relative_to(root)
+        lines.append({"kind": KINDS[place.parts[0]], "run": place.as_posix(), **read_json(path, AGAIN)})
     write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return out
 
 
-def _line(root: Path, path: Path) -> dict[str, Any]:
-    place = path.parent.relative_to(root)
-    return {"kind": KINDS[place.parts[0]], "run": place.as_posix(), **read_json(path, AGAIN)}
-
-
 def _data(found: list[Path]) -> dict[str, Any] | None:
-    """What the runs on text say of their data, for a comparison that did not store it itself."""
+    """The data of the runs on text, for a comparison that did not store it."""
     for path in found:
         place = path.with_name(ENVIRONMENT)
         data = read_json(place, RESTORE).get("data") if place.is_file() else None
@@ -71,7 +67,7 @@ def _data(found: list[Path]) -> dict[str, Any] | None:
 
 
 def restore(archive: Path, root: Path, comparison: Comparison, resources: Resources) -> None:
-    """Give a directory the runs of a file that it does not have yet; other settings are refused."""
+    """Add the runs of a file to a directory that lacks them; refuses other settings."""
     about, runs = _read(archive)
     before = read_described(about, archive, REWRITE)
     wanted = joined(archive, before, comparison, resources)
@@ -86,12 +82,11 @@ def restore(archive: Path, root: Path, comparison: Comparison, resources: Resour
     for run in runs:
         place = root / run["run"] / EVALUATION
         if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
             write_json(place, {name: value for name, value in run.items() if name not in ("kind", "run")})
 
 
 def archived(archive: Path) -> Begun:
-    """The comparison that a file continues."""
+    """The comparison in a file."""
     return read_described(_read(archive)[0], archive, REWRITE)
 
 
@@ -100,12 +95,12 @@ def _read(archive: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise LabError(f"there is no file {archive}; grape report DIR --jsonl {archive} writes one")
     first, *rest = read_json_lines(archive, REWRITE) or [{}]
     if first.pop("kind", None) != "comparison" or "comparison" not in first:
-        raise LabError(f"{archive} has no settings to continue with; {REWRITE}")
+        raise LabError(f"{archive} has no settings of a comparison; {REWRITE}")
     return first, rest
 
 
 def _elsewhere(about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The other machines and versions that runs were made with."""
+    """Other machines and versions of its runs."""
     there = {name: about.get(name) for name in ("machine", "versions")}
     here = {name: surroundings()[name] for name in there}
     return [*about.get("elsewhere", []), *([] if there == here else [there])]

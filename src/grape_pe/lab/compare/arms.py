@@ -1,4 +1,4 @@
-"""The arms of a comparison: an encoding with its options, and whatever else is set for this arm alone.
+"""The arms of a comparison: an encoding with its options and the arm's own settings.
 
 Arm.parse("fox[forget_bias=4]+kv")
 Arm.parse("[grape-m@w128,grape-a-qk]")
@@ -17,21 +17,21 @@ from ..errors import LabError
 from ..written import read_options, split_names, with_options
 
 KV = "+kv"
-#: an encoding or a list of them, then options in brackets, then whether it has KV-shift
+#: an encoding or a list of them, options in brackets, KV-shift
 WRITTEN = re.compile(r"(?P<encoding>\[[^\[\]]+\]|[^\[\]]+?)(\[(?P<options>.*)\])?(?P<kv>\+kv)?", re.DOTALL)
 
 
 class Arm(Section):
-    """One side of a comparison. Without a label it is named as it would be written on the command line."""
+    """One arm of a comparison; the default label is its form on the command line."""
 
-    label: str = Field("", description="what it is called; names its directories")
+    label: str = Field("", description="its name, also of its directories")
     encoding: str | Annotated[list[str], Field(min_length=1)] = Field(
         description="a name, several joined by +, or a list that repeats over the layers"
     )
-    options: dict[str, Any] = Field({}, description="of the encoding")
+    options: dict[str, Any] = Field({}, description="options of the encoding")
     kv_shift: bool = False
-    model: dict[str, Any] = Field({}, description="settings of the model for this arm alone")
-    train: dict[str, Any] = Field({}, description="settings of the training for this arm alone")
+    model: dict[str, Any] = Field({}, description="model settings of this arm")
+    train: dict[str, Any] = Field({}, description="training settings of this arm")
 
     @model_validator(mode="before")
     @classmethod
@@ -40,31 +40,24 @@ class Arm(Section):
 
     @model_validator(mode="after")
     def _named(self) -> Arm:
-        label = self.label or _written(self.encoding, self.options, self.kv_shift)
+        name = self.encoding if isinstance(self.encoding, str) else f"[{','.join(self.encoding)}]"
+        label = self.label or with_options(name, self.options) + KV * self.kv_shift
         if "/" in label or label.startswith("."):
-            raise ValueError(f"the label {label!r} names a directory: give one without / and a leading dot")
+            raise ValueError(f"a label names a directory, got {label!r}; use one without / or a leading dot")
         object.__setattr__(self, "label", label)
         return self
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """An arm as it is written on the command line: fox[forget_bias=4]+kv."""
+        """An arm as on the command line: fox[forget_bias=4]+kv."""
         return cls(**_parsed(text))
 
     def applied(self, config: RunConfig, seed: int) -> RunConfig:
         """The recipe for this arm."""
-        options = {**config.model.encoding_options, **self.options}
-        own = {
-            **self.model,
-            "encoding": self.encoding,
-            "encoding_options": options,
-            "kv_shift": self.kv_shift,
-        }
+        options = config.model.encoding_options | self.options
+        own = {"encoding": self.encoding, "encoding_options": options, "kv_shift": self.kv_shift}
+        own = self.model | own
         return validated(merged(config.model_dump(), {"seed": seed, "model": own, "train": self.train}))
-
-    def described(self) -> dict[str, Any]:
-        """What results say of it."""
-        return self.model_dump()
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -81,8 +74,3 @@ def _parsed(text: str) -> dict[str, Any]:
         "options": read_options(found["options"] or "", text),
         "kv_shift": found["kv"] is not None,
     }
-
-
-def _written(encoding: str | list[str], options: dict[str, Any], kv_shift: bool) -> str:
-    name = encoding if isinstance(encoding, str) else f"[{','.join(encoding)}]"
-    return with_options(name, options) + (KV if kv_shift else "")

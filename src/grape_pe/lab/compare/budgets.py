@@ -1,7 +1,7 @@
-"""Several training budgets from one run: a long run at a constant rate, and short decays that branch off it.
+"""Several training budgets from one run at a constant rate, with short decays that branch off it.
 
-A wsd schedule is constant between warm-up and decay, so a run of fewer steps is the long run up to the start
-of its own decay. A smaller budget therefore begins from the long run's checkpoint there.
+A wsd schedule is constant between warm-up and decay, so a shorter run equals the long run up to the start of its own
+decay and begins from the long run's checkpoint there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import RunConfig, merged, validated
+from ..config import RunConfig, changed
 from ..errors import LabError
 from ..train.checkpoint import checkpoint_name
 from ..train.optimization import decay_steps
@@ -20,7 +20,7 @@ FOLDER = "budgets"
 
 @dataclass(frozen=True)
 class Branch:
-    """A run of `tokens` in all that begins from step `start` of a longer one."""
+    """A run of `tokens` in total that begins from step `start` of a longer one."""
 
     tokens: int
     config: RunConfig
@@ -38,13 +38,13 @@ def branches(config: RunConfig, budgets: Sequence[int]) -> Iterator[Branch]:
     whole = config.tokens_per_step * config.train.steps
     if budgets and config.train.schedule != "wsd":
         raise LabError(
-            "budgets need train.schedule wsd (a constant rate, then a decay); set it, or no budgets"
+            f"budgets need train.schedule wsd, got {config.train.schedule}; set --train.schedule wsd or --budgets none"
         )
     for tokens in sorted(set(budgets) - {whole}):
         if tokens > whole:
             raise LabError(
                 f"budgets must not exceed the {whole:,} tokens of the run, got {tokens:,}; "
-                "give fewer --budgets (or none), or more train.steps"
+                "give smaller --budgets (or none), or more train.steps"
             )
         yield _branch(config, tokens)
 
@@ -68,6 +68,5 @@ def _branch(config: RunConfig, tokens: int) -> Branch:
 
 
 def shortened(config: RunConfig, steps: int) -> RunConfig:
-    """The same run with fewer steps, which keeps no checkpoint but its last."""
-    train = {"steps": steps, "keep": 1, "checkpoint_at": []}
-    return validated(merged(config.model_dump(), {"train": train}))
+    """The same run with fewer steps, keeping its last checkpoint alone."""
+    return changed(config, "train", steps=steps, keep=1, checkpoint_at=[])

@@ -1,4 +1,4 @@
-"""What a comparison is: the arms, the seeds, the recipe they share, the probes; and its directory."""
+"""A comparison: arms, seeds, their recipe, probes; and its directory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..config import Positive, RunConfig, Section, checked, flat, load, merged, read_shipped, validated
+from ..config import Positive, RunConfig, Section, changed, checked, flat, load, read_shipped
 from ..errors import LabError
-from ..files import contents, damaged, read_json, write_json
+from ..files import check_output, damaged, read_json, write_json
 from ..tasks import build_task
 from ..tasks.base import FACTORS
 from ..train.run_directory import surroundings
@@ -23,23 +23,23 @@ COMPARISON, RESULTS, REPORT, EVALUATION, PICTURE = (
     "compare.json", "results.jsonl", "report.html", "evaluation.json", "picture.json",
 )  # fmt: skip
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-#: begins the name of a setting of the probes
+#: prefix of settings of the probes
 PROBE = "probe."
-#: what to do about a damaged evaluation, and about a damaged description of the comparison
+#: remedies for a damaged evaluation.json and compare.json
 AGAIN = "remove it and run the same grape compare again: the run is evaluated anew"
 RESTORE = "restore it from a copy, or give another --out"
 
 
 class Comparison(Section):
-    """Every arm is trained under one recipe (but for what the arm itself sets), for every seed, with the same
-    batches and first matrices."""
+    """Every arm is trained with every seed under one recipe, except for the arm's own settings, with the same batches
+    and initial matrices."""
 
     name: str
     recipe: RunConfig
     arms: Annotated[list[Arm], Field(min_length=1)]
     seeds: Positive = 1
     language: bool = Field(True, description="train on text; without it only the tasks")
-    budgets: list[Positive] = Field([], description="tokens at which the loss is measured besides the end")
+    budgets: list[Positive] = Field([], description="tokens at which the loss is also measured")
     sweep: list[Rate] = Field([], description="learning rates tried for each arm on seed 0")
     validation_tokens: Positive = Field(100_000, description="predictions of the loss at the end of a run")
     evaluation_tokens: Positive = Field(65536, description="predictions at each length of the evaluation")
@@ -47,8 +47,8 @@ class Comparison(Section):
     probe: RunConfig
     task_samples: Positive = Field(64, description="examples of each length and split")
     task_factors: list[Positive] = Field(list(FACTORS), description="test lengths, in training lengths")
-    note: str = Field("", description="printed below the results")
-    evidence: str = Field("", description="shipped results that are printed below these")
+    note: str = Field("", description="text below the results")
+    evidence: str = Field("", description="name of shipped results to show below these")
 
     def check(self) -> None:
         """Refuse an unknown encoding, task or setting before anything is trained."""
@@ -56,7 +56,7 @@ class Comparison(Section):
         for kind, names in (("encodings", labels), ("tasks", self.tasks)):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise LabError(f"{kind} must differ, but {', '.join(twice)} is there twice; name each once")
+                raise LabError(f"{kind} must differ, got {', '.join(twice)} twice; name each once")
         for arm in self.arms:
             if self.language:
                 _checked_arm(arm, self.recipe, self.budgets, self.sweep)
@@ -66,7 +66,7 @@ class Comparison(Section):
         for task in self.tasks:
             build_task(task, **self.probe.data.task_options)
         if not self.language and not self.tasks:
-            raise LabError("nothing to compare: language is off and no task is given")
+            raise LabError("nothing to compare: language is off and there is no task; name one with --tasks")
 
     def _check_table(self, arm: Arm) -> None:
         """A table of learned positions must reach the longest probe."""
@@ -74,7 +74,7 @@ class Comparison(Section):
         longest = self.probe.data.sequence * max(self.task_factors)
         if model.absolute == "learned" and model.max_positions < longest:
             raise LabError(
-                f"{arm.label}: probes have up to {longest} tokens, and its table of positions has "
+                f"{arm.label}: probes have up to {longest} tokens, its table of positions has "
                 f"{model.max_positions} rows; set max_positions: {longest} under model of this arm"
             )
 
@@ -85,18 +85,14 @@ def _checked_arm(arm: Arm, recipe: RunConfig, budgets: Sequence[int], sweep: Seq
         config.decoder(1)
         list(branches(config, budgets))
         for rate in sweep:
-            _at_rate(config, rate)
+            changed(config, "train", lr=rate)
     except LabError as problem:
         raise LabError(f"{arm.label}: {problem}") from None
 
 
-def _at_rate(config: RunConfig, rate: float) -> RunConfig:
-    return validated(merged(config.model_dump(), {"train": {"lr": rate}}))
-
-
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison; with a `trial`, a run of the sweep that tries this learning rate."""
+    """One run of a comparison; with a `trial`, a run of the sweep at this learning rate."""
 
     arm: Arm
     seed: int
@@ -110,25 +106,25 @@ class Job:
         return folder / f"{self.arm.label}-s{self.seed}"
 
     def config(self, comparison: Comparison, rate: float | None = None) -> RunConfig:
-        """What is trained, at this learning rate if one is given. A trial has the smallest budget."""
+        """Settings of the run, at this learning rate if one is given. A trial has the smallest budget."""
         if self.task is None:
             found = self.arm.applied(comparison.recipe, self.seed)
         else:
-            source = {"data": {"source": f"task:{self.task}"}}
-            found = self.arm.applied(validated(merged(comparison.probe.model_dump(), source)), self.seed)
+            probe = changed(comparison.probe, "data", source=f"task:{self.task}")
+            found = self.arm.applied(probe, self.seed)
         rate = rate if self.trial is None else self.trial
         if rate is not None:
-            found = _at_rate(found, rate)
+            found = changed(found, "train", lr=rate)
         if self.task is not None or not comparison.budgets:
             return found
         if self.trial is not None:
             return shortened(found, min(comparison.budgets) // found.tokens_per_step)
         starts = [branch.start for branch in branches(found, comparison.budgets)]
-        return validated(merged(found.model_dump(), {"train": {"checkpoint_at": starts}}))
+        return changed(found, "train", checkpoint_at=starts)
 
     @property
     def name(self) -> str:
-        """Its directory, from that of the comparison."""
+        """Its directory, relative to that of the comparison."""
         return self.directory(Path()).as_posix()
 
     @property
@@ -154,10 +150,10 @@ def load_comparison(
         arms: the encodings to compare; those of the file by default.
         seeds: use the seeds 0 … seeds - 1.
         tasks: the probes to train besides the text.
-        budgets: numbers of tokens after which the loss is measured besides the end.
-        sweep: learning rates that are tried for each arm before the seeds.
-        overrides: settings of what is trained on text (without text, of the probes); those that begin with
-            `probe.` are settings of the probes.
+        budgets: numbers of tokens after which the loss is also measured.
+        sweep: learning rates to try for each arm before the seeds.
+        overrides: settings of the recipe (without text, of the probes); those with prefix `probe.` are settings
+            of the probes.
     """
     tree = read_shipped(name, "comparisons", "comparison")
     given = dict(overrides or {})
@@ -179,7 +175,7 @@ def load_comparison(
 
 
 def jobs(comparison: Comparison) -> Iterator[Job]:
-    """Seed by seed, so that an early look at the results is a fair one."""
+    """All runs, seed by seed, so that unfinished results are a fair comparison."""
     for seed in range(comparison.seeds):
         for arm in comparison.arms:
             if comparison.language:
@@ -204,11 +200,7 @@ def trials_of(comparison: Comparison, arm: Arm, task: str | None) -> Iterator[Jo
 
 def make_directory(root: Path) -> None:
     """Make a directory for a comparison; one with other files in it is refused."""
-    if root.exists() and not (root / COMPARISON).exists():
-        if not root.is_dir():
-            raise LabError(f"--out must be a directory, but {root} is a file")
-        if contents(root):
-            raise LabError(f"{root} holds other files and no comparison; give an empty or new directory")
+    check_output(root, "comparison", COMPARISON)
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -216,25 +208,32 @@ def make_directory(root: Path) -> None:
 
 
 def join_directory(root: Path, comparison: Comparison, resources: Resources) -> Comparison:
-    """Begin a comparison, or go on with the one there, which may gain arms, seeds or tasks.
+    """Begin a comparison, or continue the one in the directory with more arms, seeds or tasks.
 
-    Returns the comparison with all that the directory holds.
+    Returns the union of both.
     """
-    path = root / COMPARISON
+    path, before = root / COMPARISON, read_begun(root)
     kept: dict[str, Any] = {}
-    if path.exists():
-        found = read_json(path, RESTORE)
-        before = read_described(found, path, RESTORE)
+    if before is not None:
         comparison = joined(root, before, comparison, resources)
         if comparison == before.comparison and resources == before.resources:
             return comparison
+        found = read_json(path, RESTORE)
         kept = {name: found[name] for name in ("data", "elsewhere") if name in found}
-    write_json(path, {**_described(comparison, resources), **kept})
+    about = {  # the first keys are those that reports read
+        "recipe": (comparison.recipe if comparison.language else comparison.probe).model_dump(),
+        "arms": [arm.model_dump() for arm in comparison.arms],
+        "seeds": list(range(comparison.seeds)),
+        "tasks": comparison.tasks,
+    }
+    write_json(
+        path, about | surroundings() | asdict(resources) | {"comparison": comparison.model_dump()} | kept
+    )
     return comparison
 
 
 def check_data(root: Path, data: dict[str, Any]) -> None:
-    """Refuse to go on with other text than the comparison was begun with."""
+    """Refuse to continue with other text."""
     stored = read_json(root / COMPARISON, RESTORE)
     before = stored.get("data")
     if before is None:
@@ -248,7 +247,7 @@ def check_data(root: Path, data: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Begun:
-    """A comparison that was begun, and what each of its runs has; GPUs are not known of those of version 0.1."""
+    """A stored comparison and the resources of its runs; version 0.1 did not store GPUs."""
 
     comparison: Comparison
     threads: int
@@ -259,8 +258,14 @@ class Begun:
         return Resources(self.threads, self.gpus or 0)
 
 
+def read_begun(root: Path) -> Begun | None:
+    """The comparison in a directory, if there is one."""
+    path = root / COMPARISON
+    return read_described(read_json(path, RESTORE), path, RESTORE) if path.is_file() else None
+
+
 def read_described(stored: dict[str, Any], path: Path, remedy: str) -> Begun:
-    """From the content of compare.json."""
+    """The content of compare.json."""
     try:
         old = checked(Comparison, stored["comparison"], list(Comparison.model_fields))
         gpus = stored.get("gpus")
@@ -270,7 +275,7 @@ def read_described(stored: dict[str, Any], path: Path, remedy: str) -> Begun:
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    """How a setting, or those of a recipe, differ; empty if they do not."""
+    """The difference of a setting, or of the settings of a recipe; empty if there is none."""
     if old == new:
         return ""
     if not isinstance(old, RunConfig):
@@ -280,39 +285,26 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 
 def joined(root: Path, before: Begun, new: Comparison, resources: Resources) -> Comparison:
-    """The arms, seeds and tasks of both; whatever else differs is refused by name. `root` is named in errors."""
+    """The arms, seeds and tasks of both; other differences are errors that name `root`."""
     old = before.comparison
     fixed = set(Comparison.model_fields) - {"arms", "seeds", "tasks", "name", "note", "evidence"}
-    changed = [_change(name, getattr(old, name), getattr(new, name)) for name in sorted(fixed)]
-    changed = [change for change in changed if change]
+    changes = (_change(name, getattr(old, name), getattr(new, name)) for name in sorted(fixed))
+    different = [change for change in changes if change]
     if before.threads != resources.threads:
-        changed.append(f"threads a run ({before.threads} -> {resources.threads}; see --threads)")
+        different.append(f"threads per run ({before.threads} -> {resources.threads}; see --threads)")
     if before.gpus not in (None, resources.gpus):
-        changed.append(f"GPUs a run ({before.gpus} -> {resources.gpus}; see --gpus-per-job)")
-    if changed:
+        different.append(f"GPUs per run ({before.gpus} -> {resources.gpus}; see --gpus-per-job)")
+    if different:
         raise LabError(
-            f"{root} holds a comparison with another {', '.join(changed)}; results would not be comparable: "
+            f"{root} holds a comparison with another {', '.join(different)}; results would not be comparable: "
             "give the same settings, or another --out (or --from)"
         )
     known = {arm.label: arm for arm in old.arms}
     for arm in new.arms:
         if known.get(arm.label, arm) != arm:
-            raise LabError(f"{root} has another arm {arm.label!r}; give this one another label")
+            raise LabError(f"{root} has another arm {arm.label!r}; choose another label for this one")
     return old.model_copy(update={
         "arms": [*old.arms, *(arm for arm in new.arms if arm.label not in known)],
         "tasks": [*old.tasks, *(task for task in new.tasks if task not in old.tasks)],
         "seeds": max(old.seeds, new.seeds),
     })  # fmt: skip
-
-
-def _described(comparison: Comparison, resources: Resources) -> dict[str, Any]:
-    """What compare.json says; the first keys are what reports read."""
-    return {
-        "recipe": (comparison.recipe if comparison.language else comparison.probe).model_dump(),
-        "arms": [arm.described() for arm in comparison.arms],
-        "seeds": list(range(comparison.seeds)),
-        "tasks": comparison.tasks,
-        **surroundings(),
-        **asdict(resources),
-        "comparison": comparison.model_dump(),
-    }  # fmt: skip

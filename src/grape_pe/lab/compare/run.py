@@ -2,7 +2,7 @@
 
     compare(load_comparison("demo"), "results/demo")
 
-What is done stays done: the same call after a kill goes on where it stopped, and ends with the same table.
+Finished runs are kept: the same call after an interruption continues, and ends with the same table.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from .comparison import (
     COMPARISON,
     EVALUATION,
     REPORT,
-    RESTORE,
     RESULTS,
-    Begun,
     Comparison,
     Job,
     check_data,
     jobs,
     join_directory,
     make_directory,
-    read_described,
+    read_begun,
     trials,
 )
 from .engines import Resources, Work, open_engine
@@ -62,11 +60,11 @@ def compare(
 
     Args:
         comparison: from `load_comparison`.
-        out: the directory of the results, which all machines share.
-        on: where runs are made: "local", "ray", "ray://auto", "ray://HOST:PORT" or "slurm".
-        side_by_side: runs at once; 0 for as many as there are GPUs or cores for, or the engine's own queue.
-        threads: of each run on the CPU; by default those that the comparison was begun with.
-        gpus: of each run, one process each; by default those that the comparison was begun with.
+        out: the directory of the results, shared by all machines.
+        on: the engine: "local", "ray", "ray://auto", "ray://HOST:PORT" or "slurm".
+        side_by_side: parallel runs; 0 for as many as GPUs or cores allow, or the engine's own queue.
+        threads: CPU threads per run; by default those that the comparison was begun with.
+        gpus: GPUs per run, one process each; by default those that the comparison was begun with.
         slurm: parameters of sbatch.
         quiet: no progress line.
         start: a file of `grape report --jsonl`; the runs in it count as done.
@@ -74,7 +72,7 @@ def compare(
     root = Path(out)
     _check_importable(comparison)
     engine = open_engine(on, root / LOGS / "slurm", slurm or {})
-    before = _begun(root, start)
+    before = read_begun(root) or (None if start is None else archived(start))
     if before is not None:
         threads, gpus = before.threads if threads is None else threads, before.gpus if gpus is None else gpus
     resources = engine.resources(side_by_side, threads, gpus)
@@ -83,25 +81,17 @@ def compare(
         if start is not None:
             restore(start, root, comparison, resources)
         if (root / COMPARISON).exists():
-            read_results([root])  # a damaged file is named before anything runs or is written
+            read_results([root])  # refuse damaged files before anything runs
         comparison = join_directory(root, comparison, resources)
         if comparison.language:
-            feed = open_feed(comparison.recipe, World())  # prepared once, before many ask for it
+            feed = open_feed(comparison.recipe, World())  # prepared once, before parallel runs need it
             check_data(root, feed.identity)
         stages = [[job for job in stage(comparison) if not finished(job, root)] for stage in (trials, jobs)]
-        for missing in filter(None, stages):  # a run needs the learning rate that its sweep found
+        for missing in filter(None, stages):  # runs need the learning rate of their sweep
             with _Watch(missing, comparison, root, quiet) as watch:
                 places = side_by_side or engine.room(resources)
                 run_side_by_side(works(missing, root, resources), engine, places, watch.show)
         return summarise(root, comparison)
-
-
-def _begun(root: Path, start: Path | None) -> Begun | None:
-    """The comparison that is in the directory, or else in the file."""
-    path = root / COMPARISON
-    if path.is_file():
-        return read_described(read_json(path, RESTORE), path, RESTORE)
-    return None if start is None else archived(start)
 
 
 def works(missing: Sequence[Job], root: Path, resources: Resources) -> list[Work]:
@@ -110,29 +100,29 @@ def works(missing: Sequence[Job], root: Path, resources: Resources) -> list[Work
     for job in missing:
         logs = root.resolve() / LOGS / job.name
         logs.mkdir(parents=True, exist_ok=True)
-        progress = partial(_step, job, root)
+        progress = partial(_last_step, job, root)
         found.append(Work(job.name, job.title, command(job, root), logs / "output.txt", resources, progress))
     return found
 
 
-def _step(job: Job, root: Path) -> object:
+def _last_step(job: Job, root: Path) -> object:
     return latest_metrics(job.directory(root), "train").get("step")
 
 
 def _check_importable(comparison: Comparison) -> None:
-    """Runs are processes of their own, which import the encodings of users."""
+    """Refuse encodings that separate processes cannot import."""
     for arm in comparison.arms:
         for name in [arm.encoding] if isinstance(arm.encoding, str) else arm.encoding:
             for part in name.partition("@")[0].split("+"):
                 if only_here(part):
                     raise LabError(
-                        f"the encoding {part!r} is defined in this session, where other processes cannot find it; "
+                        f"the encoding {part!r} is defined in this session, which other processes cannot import; "
                         "write its class to a file and import that, as in: import mine"
                     )
 
 
 def summarise(root: Path, comparison: Comparison) -> Path:
-    """results.jsonl and report.html of what is done."""
+    """Write results.jsonl and report.html of the finished runs."""
     lines = []
     for job in jobs(comparison):
         if finished(job, root):
@@ -143,7 +133,7 @@ def summarise(root: Path, comparison: Comparison) -> Path:
 
 
 class _Watch:
-    """The progress of all runs on one line, read from their metrics."""
+    """Progress of all runs on one line, read from their metrics."""
 
     def __init__(self, missing: list[Job], comparison: Comparison, root: Path, quiet: bool) -> None:
         self.missing, self.root = missing, root
@@ -151,7 +141,7 @@ class _Watch:
         self.line = ProgressLine(f"{len(missing)} runs", self._look()[0], sum(self.steps.values()), quiet)
 
     def _look(self) -> tuple[int, list[str]]:
-        """Steps done in all, and what is under way; the files of runs that have ended are not read again."""
+        """Total steps done, and the status of running jobs."""
         steps, active = 0, []
         for job in self.missing:
             if finished(job, self.root):
@@ -164,7 +154,7 @@ class _Watch:
     def show(self) -> None:
         ended = sum(finished(job, self.root) for job in self.missing)
         steps, active = self._look()
-        self.line.tell(steps, f"{ended}/{len(self.missing)} done  {', '.join(active[:2])}")
+        self.line.show(steps, f"{ended}/{len(self.missing)} done  {', '.join(active[:2])}")
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Make runs on an engine, several at a time, whatever the engine: failures, lost runs, Ctrl-C."""
+"""Runs on an engine, several at a time: failures, lost runs, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import LabError
 from .engines import Engine, Lost, Work
 from .engines.launch import ATTEMPT, GRACE
 
-#: seconds between looks at the runs, and between calls of `tick`
+#: seconds between polls of the runs, and between calls of `tick`
 LOOK, TICK = 0.2, 1.0
-#: how often a run may be lost without getting further
+#: a run lost this often without progress is an error
 PATIENCE = 5
-#: begins the line with which a run refuses to go on
+#: prefix of the line with which a run refuses to continue
 REFUSAL = "grape: "
 KEPT = "finished work is kept; run the same command again"
 
@@ -28,7 +28,7 @@ class _Running:
 
 
 class _Losses:
-    """Counts how often each run was lost since it last got further."""
+    """Number of times each run was lost since its last progress."""
 
     def __init__(self) -> None:
         self.seen: dict[str, tuple[object, int]] = {}
@@ -39,19 +39,16 @@ class _Losses:
         count = count + 1 if now == before else 1
         self.seen[work.name] = now, count
         if count >= PATIENCE:
-            raise LabError(
-                f"{work.title}: lost {count} times without getting further, last because {why}; {KEPT}"
-            )
+            raise LabError(f"{work.title}: lost {count} times without progress, last because {why}; {KEPT}")
 
 
 def run_side_by_side(
     works: Sequence[Work], engine: Engine, places: int | None, tick: Callable[[], None] = lambda: None
 ) -> None:
-    """Make all runs, at most `places` at once (None: the engine queues them); `tick` is called about once a second.
+    """Make all runs, at most `places` at once (None: the engine queues them); calls `tick` about once a second.
 
-    A run that is lost with its machine is made again. A run that fails cancels the others, so that they can save,
-    and raises LabError. One that was stopped by a signal, or Ctrl-C here, cancels the others and raises
-    KeyboardInterrupt.
+    A run that is lost with its machine is repeated. A run that fails cancels the others, which save, and raises
+    LabError. One that is stopped by a signal, or Ctrl-C, cancels the others and raises KeyboardInterrupt.
     """
     waiting, running, losses, due = list(works), list[_Running](), _Losses(), 0.0
     try:
@@ -68,7 +65,7 @@ def run_side_by_side(
                     losses.note(each.work, lost)
                     waiting.insert(0, each.work)
                 elif code:
-                    _fail(each.work, code)
+                    raise KeyboardInterrupt if code in (130, 143) else LabError(_why(each.work, code))
             if time.monotonic() >= due:
                 tick()
                 due = time.monotonic() + TICK
@@ -79,40 +76,31 @@ def run_side_by_side(
 
 
 def _ended(engine: Engine, each: _Running) -> tuple[int | None, Lost | None]:
-    """The exit code of a run, or how it was lost; neither while it goes on."""
+    """The exit code of a run or the reason of its loss; both are None while it is running."""
     try:
         return engine.poll(each.handle), None
     except Lost as why:
         return None, why
 
 
-def _fail(work: Work, code: int) -> NoReturn:
-    raise KeyboardInterrupt if code in (130, 143) else LabError(_why(work, code))
-
-
 def _why(work: Work, code: int) -> str:
-    lines = _printed(work)
+    lines: list[str] = []  # output of the last attempt
+    with suppress(OSError):
+        *_, last = work.log.read_text(errors="replace").rsplit(f"\n{ATTEMPT}", 1)
+        lines = [line for line in last.splitlines()[1:] if line.strip()]
     refusals = [line for line in lines if line.startswith(REFUSAL)]
     if refusals:
         return refusals[-1].removeprefix(REFUSAL)
     if code == -9:
         return f"{work.title}: its process was killed, perhaps out of memory; {KEPT}, with fewer --jobs"
     if code < 0:
-        return f"{work.title}: its process was ended by signal {-code}; {KEPT}"
+        return f"{work.title}: its process ended by signal {-code}; {KEPT}"
     last = f" ({lines[-1].strip()})" if lines else ""
     return f"{work.title}: its process ended with code {code}{last}; see {work.log}; {KEPT}"
 
 
-def _printed(work: Work) -> list[str]:
-    """What the last attempt printed."""
-    with suppress(OSError):
-        *_, last = work.log.read_text(errors="replace").rsplit(f"\n{ATTEMPT}", 1)
-        return [line for line in last.splitlines()[1:] if line.strip()]
-    return []
-
-
 def _stop(engine: Engine, running: Sequence[_Running]) -> None:
-    """Ask runs that are still going to save and end, and wait; a second Ctrl-C ends them at once."""
+    """Ask the remaining runs to save and end, and wait; a second Ctrl-C ends them at once."""
     try:
         for each in running:
             engine.cancel(each.handle)

@@ -1,6 +1,6 @@
-"""The command line of one run, which engines start: python -m grape_pe.lab.compare.worker ROOT runs/rope-s0
+"""The command line of one run, for engines: python -m grape_pe.lab.compare.worker ROOT runs/rope-s0
 
-What to do is in ROOT/compare.json. Exit codes: 0 done; 2 refused, the last line says why; 128 and a signal: saved.
+ROOT/compare.json has the settings. Exit codes: 0 done; 2 refused, with a reason on the last line; 128 + signal: saved.
 """
 
 from __future__ import annotations
@@ -18,34 +18,23 @@ import torch
 from ...encodings.own import ModuleImportError, import_modules
 from ...encodings.registry import main_script, own_modules
 from ..errors import LabError
-from ..files import locked, read_json
+from ..files import locked
 from ..orphans import end_with_input
 from ..train.distributed import World
 from ..train.feed import open_feed
-from .comparison import (
-    COMPARISON,
-    RESTORE,
-    Begun,
-    Comparison,
-    Job,
-    Resources,
-    check_data,
-    jobs,
-    read_described,
-    trials,
-)
+from .comparison import COMPARISON, Begun, Comparison, Job, Resources, check_data, jobs, read_begun, trials
 from .job import finished, run_job
 from .schedule import REFUSAL
 
 REFUSED = 2
-#: below the directory of a comparison: what its runs print
+#: below the directory of a comparison: output of its runs
 LOGS = "logs"
 #: in the environment of torchrun's processes
 RANK = "TORCHELASTIC_RUN_ID"
 
 
 def command(job: Job, root: Path) -> tuple[str, ...]:
-    """The arguments of the interpreter that make this run."""
+    """The interpreter's arguments for this run."""
     modules = [part for name in own_modules() for part in ("--import", name)]
     script = main_script()
     more = ["--script", os.path.abspath(script)] if script else []
@@ -61,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--script")
     options = parser.parse_args(arguments)
     try:
-        import_modules(options.modules)  # encodings of the user's own
+        import_modules(options.modules)  # custom encodings
         if options.script:
             import_main_path(options.script)
         stopped = run_named(options.root, options.name, arguments)
@@ -72,19 +61,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find(root: Path, name: str) -> tuple[Begun, Job]:
-    """A run by its name, and the comparison that it is of."""
-    path = root / COMPARISON
-    begun = read_described(read_json(path, RESTORE), path, RESTORE)
+    """A run by its name, and its comparison."""
+    begun = read_begun(root)
+    if begun is None:
+        raise LabError(f"no {COMPARISON} in {root}; name a directory of grape compare")
     return begun, next(job for stage in (trials, jobs) for job in stage(begun.comparison) if job.name == name)
 
 
 def run_named(root: Path, name: str, arguments: Sequence[str]) -> int:
-    """Make the run of this name; returns the signal that stopped it, or 0. `arguments` begin it again as a rank."""
+    """Make the run of this name; returns the signal that stopped it, or 0. `arguments` start it as a rank."""
     begun, job = find(root, name)
     torch.set_num_threads(begun.resources.threads)
     if RANK in os.environ:
         return run_job(job, begun.comparison, root)
-    with locked(root / LOGS / name, wait=True):  # an attempt that was given up may still be ending
+    with locked(root / LOGS / name, wait=True):  # an earlier attempt may still be ending
         if finished(job, root):
             return 0
         _check_machine(job, begun.comparison, begun.resources, root)
@@ -121,7 +111,7 @@ def under_torchrun(arguments: Sequence[str], ranks: int) -> int:
         if first.exitcode in (128 + signal.SIGTERM, 128 + signal.SIGINT):
             return int(first.exitcode - 128)
         if first.exitcode == REFUSED:
-            raise SystemExit(REFUSED) from None  # the rank has said why
+            raise SystemExit(REFUSED) from None  # the rank has printed the reason
         raise
     return 0
 

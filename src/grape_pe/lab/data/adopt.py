@@ -1,4 +1,4 @@
-"""Making a dataset of shards that exist already, such as the published ones of FineWeb-Edu."""
+"""Datasets of existing shards, such as the published ones of FineWeb-Edu."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .manifest import MANIFEST, Manifest, load_manifest
 from .shards import Shard, read_shard
 from .tokenizer import FOLDER, TextTokenizer, build_tokenizer, load_tokenizer, tokenizer_setting
 
-ADOPTED = "adopted shards"  # what the manifest says of their source
+ADOPTED = "adopted shards"  # source in the manifest
 HELD_OUT = re.compile(r"(?:^|_)val(?:_\d+)?\.bin$")
 
 
@@ -36,7 +36,7 @@ def adopt(directory: str | os.PathLike[str], *, tokenizer: str = "gpt2") -> Path
         return _adopted_before(directory, paths, tokenizer)
     if re.fullmatch(r"bpe-\d+", tokenizer):
         raise LabError(
-            f"shards are tokens already, so {tokenizer} cannot be trained on them; give the one they used"
+            f"--tokenizer {tokenizer} would be trained, but shards hold tokens; give the tokenizer they were made with"
         )
     words = build_tokenizer(tokenizer, ())
     held_out = {path for path in paths if HELD_OUT.search(path.name)} or {paths[0]}
@@ -45,7 +45,7 @@ def adopt(directory: str | os.PathLike[str], *, tokenizer: str = "gpt2") -> Path
         words.save(directory)
     elif load_tokenizer(directory).inner.get_vocab() != words.inner.get_vocab():
         raise LabError(
-            f"{directory / FOLDER} is there and is another tokenizer than {tokenizer}; move it away"
+            f"{directory / FOLDER} is another tokenizer than {tokenizer}; move it away or give it with --tokenizer"
         )
     settings = {"source": ADOPTED, "tokenizer": tokenizer_setting(tokenizer)}
     manifest = Manifest(tokenizer_setting(tokenizer), words.vocab_size, words.eos, settings, tuple(shards))
@@ -55,13 +55,13 @@ def adopt(directory: str | os.PathLike[str], *, tokenizer: str = "gpt2") -> Path
 
 def _check(directory: Path, paths: list[Path]) -> None:
     if not directory.is_dir():
-        raise LabError(f"there is no directory {directory}")
+        raise LabError(f"there is no directory {directory}; give the one with the .bin shards")
     if len(paths) < 2:
         raise LabError(
             f"{directory} must hold two or more .bin shards, one of them for validation; it has {len(paths)}"
         )
     if all(HELD_OUT.search(path.name) for path in paths):
-        raise LabError(f"every shard of {directory} is named as validation; there is nothing to train on")
+        raise LabError(f"every shard of {directory} is named as validation; add shards to train on")
 
 
 def _adopted_before(directory: Path, paths: list[Path], tokenizer: str) -> Path:

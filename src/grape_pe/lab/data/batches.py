@@ -1,4 +1,4 @@
-"""Batches of a dataset: every row a pure function of (seed, step, row), so nothing has to be saved to resume.
+"""Batches of a dataset. Each row is a pure function of (seed, step, row), so resuming needs no saved state.
 
 A split is cut into windows of T+1 tokens, one every T tokens of a shard: the last token of a window is the
 target of its last input and the first input of the next window. No window crosses the end of a shard.
@@ -38,7 +38,7 @@ class Batch:
 
 
 class Batches(Protocol):
-    """Everything a trainer needs of a source of data. It has no state."""
+    """The data interface of the trainer, without state."""
 
     vocab_size: int
     validation_rows: int
@@ -47,7 +47,7 @@ class Batches(Protocol):
         """Some rows of the global batch of a step."""
 
     def validation(self, rows: range) -> Batch:
-        """Some rows of the validation set, the same for every run and seed; any first n are a random sample."""
+        """Rows of the validation set, the same for every run and seed; the first n are a random sample for any n."""
 
 
 class Windows:
@@ -63,7 +63,7 @@ class Windows:
             longest = max((shard.tokens for shard in self.shards), default=0)
             raise LabError(
                 f"the {split} split of {dataset.directory} is too short: a sequence of {sequence} needs "
-                f"{sequence + 1} tokens in a shard, the longest has {longest}; use a shorter one or more data"
+                f"{sequence + 1} tokens in a shard, the longest has {longest}; lower data.sequence or add data"
             )
 
     def read(self, number: int) -> npt.NDArray[np.int64]:
@@ -77,7 +77,7 @@ class DatasetBatches:
     """Batches of a prepared dataset.
 
     An epoch visits every window of the train split once, in an order drawn from (seed, epoch); the next one
-    begins where it ends, if need be in the middle of a batch.
+    may begin inside a batch.
 
     Args:
         dataset: from `open_dataset`.
@@ -98,19 +98,19 @@ class DatasetBatches:
         self.validation_rows = self._validation.count
 
     def batch(self, step: int, rows: range) -> Batch:
-        _check_rows(rows, self.size, "a batch")
+        check_rows(rows, self.size, "a batch")
         if step < 0:
             raise LabError(f"step must be 0 or more, got {step}")
         return self._rows(self._train, self._windows([step * self.size + row for row in rows]))
 
     def validation(self, rows: range) -> Batch:
-        _check_rows(rows, self.validation_rows, "the validation split")
+        check_rows(rows, self.validation_rows, "the validation split")
         return self._rows(
             self._validation, permute(list(rows), self.validation_rows, *VALIDATION_ORDER).tolist()
         )
 
     def _windows(self, samples: list[int]) -> list[int]:
-        """Which window each row is; rows are numbered through the run. A call may touch several epochs."""
+        """The window of each row of the run; a call may span epochs."""
         count = self._train.count
         found: dict[int, int] = {}
         for epoch in {sample // count for sample in samples}:
@@ -128,10 +128,10 @@ class DatasetBatches:
         if not self.documents:
             return Batch(tokens, targets)
         starts = tokens == self.dataset.eos
-        starts[:, 0] = False  # a row begins in its document 0, whether or not that begins here
+        starts[:, 0] = False  # each row begins in its document 0
         return Batch(tokens, targets, starts.cumsum(1))
 
 
-def _check_rows(rows: range, count: int, what: str) -> None:
+def check_rows(rows: range, count: int, what: str) -> None:
     if rows and (min(rows) < 0 or max(rows) >= count):
         raise LabError(f"{what} has rows 0 to {count - 1}, got {rows}")

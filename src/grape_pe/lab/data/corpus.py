@@ -1,4 +1,4 @@
-"""The built-in corpus: text that every installation carries, so that nothing has to be downloaded.
+"""The built-in corpus: text of every Python installation, so that nothing is downloaded.
 
 The language reference as `help()` shows it, the docstrings of modules written in C, and the sources of the
 standard library and of torch (with their docstrings), in an order that depends on their versions alone.
@@ -18,7 +18,7 @@ import torch
 
 MAX_CHARACTERS = 40_000_000
 
-# Tests, tables of characters, code written by programs, and programs that merely ship with the library.
+# Tests, tables of characters, generated code, and programs that are not part of the library.
 SKIPPED = frozenset(
     {"__pycache__", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
     | {"site-packages", "test", "tests", "turtledemo"}
@@ -27,7 +27,7 @@ SKIPPED = frozenset(
 
 
 def builtin_documents() -> list[str]:
-    """All documents, each once, at most about MAX_CHARACTERS together."""
+    """All distinct documents, up to about MAX_CHARACTERS in total."""
     found: dict[str, None] = {}
     size = 0
     for text in _everything():
@@ -40,7 +40,7 @@ def builtin_documents() -> list[str]:
 
 
 def corpus_name() -> str:
-    """The versions that the corpus is of: others have other text."""
+    """The versions whose text the corpus is."""
     python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
     return f"{python}-torch-{torch.__version__.partition('+')[0]}"
 
@@ -56,7 +56,7 @@ def _everything() -> Iterator[str]:
 def _reference() -> Iterator[str]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
-    except ImportError:  # some distributions package it apart
+    except ImportError:  # some distributions package it separately
         return
     for name in sorted(topics):
         yield topics[name]

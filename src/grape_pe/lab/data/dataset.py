@@ -1,4 +1,4 @@
-"""A prepared dataset, opened: its shards checked and memory-mapped."""
+"""A prepared dataset with memory-mapped shards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..errors import LabError
 from ..files import sha256_of
 from .manifest import Manifest, load_manifest
 from .shards import Shard, Tokens, check_shard, read_shard
+from .tokenizer import load_tokenizer
 
-OPEN_SHARDS = 256  # each map holds a file descriptor, and 100B tokens are a thousand shards
+OPEN_SHARDS = 256  # maps, each with a file descriptor; 100B tokens are a thousand shards
 VERIFY_TOKENS = 1 << 24
 
 
@@ -35,7 +37,7 @@ class Dataset:
         return self.manifest.tokens(split)
 
     def read(self, shard: Shard, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Some tokens of a shard, each checked to be in the vocabulary."""
+        """Tokens of a shard, checked against the vocabulary."""
         found = self._map(shard.file)[start : start + count]
         if found.max(initial=0) >= self.vocab_size:
             check_vocabulary(found, self.vocab_size, self.directory / shard.file, start)
@@ -52,7 +54,7 @@ def check_vocabulary(tokens: Tokens, vocab_size: int, path: Path, start: int = 0
 
 
 def open_dataset(directory: str | os.PathLike[str]) -> Dataset:
-    """Open a prepared dataset; headers and lengths of all shards are checked, hashes by `verify` only.
+    """Open a prepared dataset. Checks headers and lengths of all shards; `verify` also checks hashes.
 
     Args:
         directory: the dataset.
@@ -62,6 +64,14 @@ def open_dataset(directory: str | os.PathLike[str]) -> Dataset:
     for shard in manifest.shards:
         check_counts(directory, shard)
     return Dataset(directory, manifest)
+
+
+def first_words(directory: str | os.PathLike[str], count: int) -> tuple[torch.Tensor, list[str]]:
+    """The first tokens of the validation text, (T,), and how each is written."""
+    dataset, words = open_dataset(directory), load_tokenizer(directory)
+    shard = dataset.manifest.of("val")[0]
+    tokens = torch.from_numpy(dataset.read(shard, 0, min(count, shard.tokens)))
+    return tokens, [words.decode([token]) for token in tokens.tolist()]
 
 
 def check_counts(directory: Path, shard: Shard) -> None:
@@ -74,7 +84,7 @@ def check_counts(directory: Path, shard: Shard) -> None:
 
 
 def verify(directory: str | os.PathLike[str]) -> Iterator[tuple[Shard, str | None]]:
-    """Read every shard whole and yield it with what is wrong with it, or None: length, hash and tokens.
+    """Check length, hash and tokens of each shard; yields it with its problem, or None.
 
     Args:
         directory: the dataset.

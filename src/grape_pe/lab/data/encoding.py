@@ -1,4 +1,4 @@
-"""Tokenizing chunks of documents, in order, in this process or in several."""
+"""Tokenization of chunks of documents, in order, in one or several processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tokenizer import TextTokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The tokens of a chunk's documents, one after the other, and where each ends but the last."""
+    """The concatenated tokens of a chunk's documents, and the ends of all but the last."""
 
     tokens: Tokens
     cuts: list[int]
@@ -36,13 +36,13 @@ class EncodedChunk:
 
 
 def encoded(chunks: Iterable[Chunk], directory: Path, workers: int) -> Generator[EncodedChunk, None, None]:
-    """Each chunk encoded, in the same order whatever the number of workers."""
+    """Each chunk encoded, in the same order for any number of workers."""
     if workers == 1:
         tokenizer = load_tokenizer(directory)
         for chunk in chunks:
             yield _encode(tokenizer, chunk)
         return
-    # Spawned, not forked: the tokenizers library has threads of its own, which do not survive a fork.
+    # Spawned, not forked: threads of the tokenizers library do not survive a fork.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, initializer=_start, initargs=(str(directory),))
     try:
@@ -66,7 +66,7 @@ _tokenizer: TextTokenizer  # of this worker process
 
 def _start(directory: str) -> None:
     global _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
     end_with_parent()
     _tokenizer = load_tokenizer(directory)

@@ -1,4 +1,4 @@
-"""manifest.json: what a prepared dataset is made of."""
+"""manifest.json: the tokenizer, shards and settings of a prepared dataset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import damaged, read_json, write_json
+from ..files import damaged, read_json, typed, write_json
 from .shards import Shard
 
 FORMAT, FORMAT_VERSION = "grape-pe dataset", 1
@@ -36,14 +36,12 @@ class Manifest:
         return sum(shard.documents for shard in self.of(split))
 
     def save(self, directory: Path) -> None:
-        totals = {
-            split: {
-                "shards": len(self.of(split)),
-                "tokens": self.tokens(split),
-                "documents": self.documents(split),
-            }
-            for split in SPLITS
+        counts = {
+            "shards": lambda split: len(self.of(split)),
+            "tokens": self.tokens,
+            "documents": self.documents,
         }
+        totals = {split: {name: count(split) for name, count in counts.items()} for split in SPLITS}
         content = {"format": FORMAT, "version": FORMAT_VERSION, "totals": totals, **asdict(self)}
         write_json(directory / MANIFEST, content)
 
@@ -61,25 +59,7 @@ def load_manifest(directory: Path) -> Manifest:
             f"{path} must be a {FORMAT!r} of version {FORMAT_VERSION}, got {content.get('format')!r} of version "
             f"{content.get('version')!r}"
         )
-    try:
-        shards = tuple(Shard(**entry) for entry in content["shards"])
-        found = Manifest(
-            content["tokenizer"], content["vocab_size"], content["eos"], content["settings"], shards
-        )
-    except (KeyError, TypeError) as error:
-        raise damaged(path, repr(error), AGAIN) from None
-    _check_kinds(path, found)
-    return found
-
-
-def _check_kinds(path: Path, found: Manifest) -> None:
-    kinds = {"tokenizer": str, "vocab_size": int, "eos": int, "settings": dict}
-    inside = {"file": str, "split": str, "tokens": int, "documents": int, "sha256": str}
-    checks = [(found, kinds), *((shard, inside) for shard in found.shards)]
-    for thing, expected in checks:
-        for name, kind in expected.items():
-            if not isinstance(getattr(thing, name), kind):
-                raise damaged(path, f"{name} must be {kind.__name__}, got {getattr(thing, name)!r}", AGAIN)
+    return typed(Manifest, content, path, AGAIN)
 
 
 def _why_none(directory: Path) -> str:

@@ -1,7 +1,7 @@
-"""A seeded permutation of range(size) of which any element is computed alone: nothing is stored.
+"""A seeded permutation of range(size) whose elements are computed independently, without a table.
 
-A Feistel network permutes [0, 4^b); elements that fall outside [0, size) are sent through it again until
-they fall inside (cycle walking), which makes it a permutation of [0, size) itself.
+A Feistel network permutes [0, 4^b). Elements outside [0, size) pass through it again until they are inside
+(cycle walking), which gives a permutation of [0, size).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 ROUNDS = 8
-SMALLEST_HALF = 4  # bits: a network with narrower halves has too few permutations to choose from
+SMALLEST_HALF = 4  # bits: narrower halves have too few permutations
 
 Integers = npt.NDArray[np.uint64]
 
 
 def permute(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Where each index of range(size) goes, under the permutation of (seed, epoch)."""
+    """The image of each index under the permutation of (seed, epoch)."""
     values = np.array(indices, dtype=np.uint64, ndmin=1)
     if size < 1 or values.max(initial=0) >= size:
         raise ValueError(f"indices must be below size, got size {size} and index {values.max(initial=0)}")

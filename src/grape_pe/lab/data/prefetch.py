@@ -1,4 +1,4 @@
-"""Working ahead of the one who needs it: in order, and never more than a few items."""
+"""Computation of a few items ahead, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Made = TypeVar("Made")
 def in_order(
     pool: Executor, call: Callable[[Given], Made], items: Iterable[Given], ahead: int
 ) -> Iterator[Made]:
-    """`call` of each item in the pool, in the order of the items; at most `ahead` more are under way."""
+    """`call` of each item in the pool, in order; at most `ahead` more are in progress."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(call, item))
@@ -33,8 +33,8 @@ def prefetch(
 
         for step, parts in prefetch(batches, range(100), lambda step: [range(8)]): ...
 
-    Yields (step, [a Batch for each range of rows_of(step)]) in the order of `steps`. What reading raises is raised
-    here. Close it (`contextlib.closing`) if the steps are not all consumed.
+    Yields (step, [a Batch for each range of rows_of(step)]) in the order of `steps`. Errors of reading are raised
+    here. Close it (`contextlib.closing`) if not all steps are consumed.
 
     Args:
         batches: where the rows come from.

@@ -1,8 +1,8 @@
-"""Making a dataset: documents to tokens to shards, resumable after a kill at any moment.
+"""Preparing a dataset: documents to tokens to shards, resumable after an interruption at any moment.
 
-Each split is one stream of tokens, cut into shards. `progress.json` says how far source and streams are; it
-is replaced at once, between two chunks of documents. What was written after it is dropped when continuing,
-so the files come out the same, byte for byte, however often and wherever the preparation was interrupted.
+Each split is one stream of tokens, cut into shards. `progress.json` has the position in the source and in each
+stream; it is replaced atomically between two chunks of documents. Continuing drops what was written after it,
+so the files are the same, byte for byte, however often the preparation was interrupted.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import LabError
-from ..files import SCRATCH, contents, damaged, locked, read_json, write_json
+from ..files import SCRATCH, check_output, locked, read_json, typed, write_json
 from ..progress import ProgressLine
 from .corpus import corpus_name
 from .encoding import EncodedChunk, encoded
@@ -35,13 +35,10 @@ LEAST_HELD_OUT = 128
 #: which documents are held out; a dataset made by another rule is not continued
 SPLIT_RULE = 3
 
-Writers = dict[str, SplitWriter]
-HeldOut = Callable[[int], bool]
-
 
 @dataclass
 class _State:
-    """How far a preparation is: the next document, where the source stands, the state of each stream."""
+    """Progress of a preparation: documents done, position in the source, state of each stream."""
 
     settings: dict[str, Any]
     documents: int = 0
@@ -64,19 +61,19 @@ def prepare(
     show_progress: bool = False,
     wait: bool = False,
 ) -> Path:
-    """Prepare a dataset in `out`, or go on with it, or find it done. Returns the directory.
+    """Prepare a dataset in `out`, or continue it if it is unfinished. Returns the directory.
 
     Args:
         source: where the text comes from.
         out: the dataset's directory.
         tokenizer: gpt2, bytes, bpe-N (trained on the data), a tokenizer.json or a directory with one.
         shard_tokens: tokens in a shard.
-        validation: the share held out: the first document (cut where it is longer than the share of the
-            text) and others chosen by a hash of their number.
+        validation: the share held out: the first document (cut at this share of the text) and others chosen
+            by a hash of their number.
         max_tokens: stop after the document in which this number is reached.
         workers: processes that tokenize; the files do not depend on it.
         show_progress: print a progress line.
-        wait: if another process prepares this directory, wait for it instead of refusing.
+        wait: if another process prepares this directory, wait for it instead of raising an error.
     """
     settings = {**source.settings(), "tokenizer": tokenizer_setting(tokenizer), "shard_tokens": shard_tokens}
     settings |= {"validation": validation, "split_rule": SPLIT_RULE, "max_tokens": max_tokens}
@@ -84,17 +81,17 @@ def prepare(
     directory = Path(out).expanduser()
     if _finished(directory, settings) and not (directory / PROGRESS).exists():
         return directory
-    _check_directory(directory)
+    check_output(directory, "dataset", PROGRESS if (directory / PROGRESS).exists() else MANIFEST)
     _check_source(source, validation)  # before anything is written
     with locked(directory, wait), _nothing_half_made(directory, keep=wait or _begun(directory)):
         if not _finished(directory, settings):
-            progress = _begin(directory, settings)
+            state = _begin(directory, settings)
             held_out = source.hold_out(validation)
             if not (directory / FOLDER).is_dir():
                 texts = (text for chunk in source.chunks() for text in chunk.texts)
                 build_tokenizer(tokenizer, texts).save(directory)
             with closing(ProgressLine(directory.name, 0, 100, quiet=not show_progress)) as line:
-                _run(source, directory, progress, held_out, workers, line)
+                _Preparation(directory, state, held_out, line).run(source, workers)
         (directory / PROGRESS).unlink(missing_ok=True)
     return directory
 
@@ -105,7 +102,7 @@ def _begun(directory: Path) -> bool:
 
 @contextmanager
 def _nothing_half_made(directory: Path, keep: bool) -> Iterator[None]:
-    """After an error, remove a directory in which no documents are kept yet; with some, one can go on."""
+    """After an error, remove a directory without any finished documents."""
     try:
         yield
     except LabError:
@@ -123,7 +120,7 @@ def _finished(directory: Path, settings: dict[str, Any]) -> bool:
 
 
 def builtin(cache_dir: str | os.PathLike[str] | None = None, tokenizer: str = "bpe-2048") -> Path:
-    """The built-in corpus, prepared once in the cache ($GRAPE_DATA, or ~/.cache/grape-pe/data).
+    """The built-in corpus, prepared once.
 
     Args:
         cache_dir: parent directory of the dataset; $GRAPE_DATA or ~/.cache/grape-pe/data by default.
@@ -144,15 +141,13 @@ def _check(settings: dict[str, Any], workers: int) -> None:
             f"{settings['max_tokens']} and {workers}"
         )
     if settings["shard_tokens"] >= 1 << 31:
-        raise LabError(f"a shard counts its tokens in 31 bits, got {settings['shard_tokens']}")
+        raise LabError(f"--shard-tokens must be below 2^31, got {settings['shard_tokens']}; try 1e8")
     if not 0 < settings["validation"] < 1:
-        raise LabError(
-            f"--validation must be a share between 0 and 1, such as 0.005, got {settings['validation']}"
-        )
+        raise LabError(f"--validation must be between 0 and 1, got {settings['validation']}; try 0.005")
 
 
 def _check_source(source: Source, share: float) -> None:
-    """Refuse a source without text, or with too little of it for the share held out."""
+    """Refuse a source without enough text for the share held out."""
     if next(source.chunks(), None) is None:
         raise LabError("the source has no text (every document is empty); give other files, or --field")
     size = source.size()
@@ -166,7 +161,7 @@ def _check_source(source: Source, share: float) -> None:
 
 
 def _first_cut(chunks: Iterator[Chunk], most: float) -> Iterator[Chunk]:
-    """The first document, which is held out, ends where `most` bytes are reached; the rest of it follows."""
+    """Cut the first document, which is held out, after `most` bytes."""
     first = next(chunks, None)
     if first is None:
         return
@@ -179,20 +174,8 @@ def _first_cut(chunks: Iterator[Chunk], most: float) -> Iterator[Chunk]:
     yield from chunks
 
 
-def _check_directory(directory: Path) -> None:
-    """Refuse a directory with anything in it that is not ours."""
-    if directory.exists() and not directory.is_dir():
-        raise LabError(f"--out must be a directory, but {directory} is a file")
-    if not directory.is_dir() or (directory / PROGRESS).exists() or (directory / MANIFEST).exists():
-        return
-    if others := contents(directory):
-        raise LabError(
-            f"{directory} holds {min(others)} and is not a dataset; choose an empty or new directory with --out"
-        )
-
-
 def _begin(directory: Path, settings: dict[str, Any]) -> _State:
-    """The progress to go on from; where nothing is done yet, the settings may still change."""
+    """The state to continue from; before the first document the settings may still change."""
     found = _read_state(directory) or _State(settings)
     if found.documents:
         _check_same(found.settings, settings, directory)
@@ -208,17 +191,7 @@ def _begin(directory: Path, settings: dict[str, Any]) -> _State:
 
 def _read_state(directory: Path) -> _State | None:
     path, remedy = directory / PROGRESS, f"delete {directory} to start again"
-    try:
-        found = _State(**read_json(path, remedy))
-    except FileNotFoundError:
-        return None
-    except TypeError as error:
-        raise damaged(path, error, remedy) from None
-    if not isinstance(found.settings, dict) or not isinstance(found.documents, int):
-        raise damaged(path, "settings must be an object and documents a number", remedy)
-    if not isinstance(found.streams, dict | None):
-        raise damaged(path, "streams must be an object", remedy)
-    return found
+    return typed(_State, read_json(path, remedy), path, remedy) if path.exists() else None
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
@@ -230,73 +203,63 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) ->
         )
 
 
-def _run(
-    source: Source, directory: Path, progress: _State, held_out: HeldOut, workers: int, line: ProgressLine
-) -> None:
-    """Tokenize what is left of the source, then write the manifest."""
-    tokenizer = load_tokenizer(directory)
-    with _writers(directory, progress, token_bytes(tokenizer.vocab_size)) as writers:
-        texts, size = source.chunks(progress.cursor), source.size()
-        if size is not None and not progress.documents:
-            texts = _first_cut(texts, progress.settings["validation"] * size)
-        with closing(encoded(texts, directory, workers)) as chunks:
-            _write_all(chunks, writers, progress, directory, held_out, tokenizer.eos, line)
-        line.tell(100, _counts(writers, progress), last=True)
-        shards = [shard for split in SPLITS for shard in writers[split].finish()]
-    if {shard.split for shard in shards} != set(SPLITS):
-        raise LabError("nothing is left to train on after the validation text; give more text")
-    name = progress.settings["tokenizer"]
-    Manifest(name, tokenizer.vocab_size, tokenizer.eos, progress.settings, tuple(shards)).save(directory)
+class _Preparation:
+    """Tokenizes what is left of a source, then writes the manifest."""
 
+    def __init__(
+        self, directory: Path, state: _State, held_out: Callable[[int], bool], line: ProgressLine
+    ) -> None:
+        self.directory, self.state, self.held_out, self.line = directory, state, held_out, line
+        self.tokenizer = load_tokenizer(directory)
+        size, streams = state.settings["shard_tokens"], state.streams or {}
+        width = token_bytes(self.tokenizer.vocab_size)
+        self.writers = {
+            split: SplitWriter(directory, split, size, streams.get(split), width) for split in SPLITS
+        }
 
-@contextmanager
-def _writers(directory: Path, progress: _State, width: int) -> Iterator[Writers]:
-    size, streams = progress.settings["shard_tokens"], progress.streams or {}
-    writers = {split: SplitWriter(directory, split, size, streams.get(split), width) for split in SPLITS}
-    try:
-        yield writers
-    finally:
-        for writer in writers.values():
-            writer.abandon()
+    def run(self, source: Source, workers: int) -> None:
+        state, tokenizer = self.state, self.tokenizer
+        with ExitStack() as files:
+            for writer in self.writers.values():
+                files.callback(writer.abandon)
+            texts, size = source.chunks(state.cursor), source.size()
+            if size is not None and not state.documents:
+                texts = _first_cut(texts, state.settings["validation"] * size)
+            with closing(encoded(texts, self.directory, workers)) as chunks:
+                self._write_all(chunks)
+            self._show(1, last=True)
+            shards = [shard for split in SPLITS for shard in self.writers[split].finish()]
+        if {shard.split for shard in shards} != set(SPLITS):
+            raise LabError("nothing is left to train on after the validation text; give more text")
+        facts = (state.settings["tokenizer"], tokenizer.vocab_size, tokenizer.eos, state.settings)
+        Manifest(*facts, tuple(shards)).save(self.directory)
 
+    def _write_all(self, chunks: Iterable[EncodedChunk]) -> None:
+        state, committed = self.state, self._tokens()
+        for chunk in chunks:
+            more = self._write(chunk)
+            self._show(chunk.fraction or 0)
+            if not more:
+                return
+            if self._tokens() - committed >= COMMIT_TOKENS:
+                committed, state.cursor = self._tokens(), chunk.cursor
+                state.streams = {split: writer.state() for split, writer in self.writers.items()}
+                state.save(self.directory)
 
-def _write_all(
-    chunks: Iterable[EncodedChunk],
-    writers: Writers,
-    progress: _State,
-    directory: Path,
-    held_out: HeldOut,
-    eos: int,
-    line: ProgressLine,
-) -> None:
-    committed = _total(writers)
-    for chunk in chunks:
-        more = _write(chunk, writers, progress, held_out, eos)
-        line.tell(round(100 * (chunk.fraction or 0)), _counts(writers, progress))
-        if not more:
-            return
-        if _total(writers) - committed >= COMMIT_TOKENS:
-            committed = _total(writers)
-            progress.cursor = chunk.cursor
-            progress.streams = {split: writer.state() for split, writer in writers.items()}
-            progress.save(directory)
+    def _write(self, chunk: EncodedChunk) -> bool:
+        """Add a chunk's documents to their streams; False once there are enough tokens."""
+        most = self.state.settings["max_tokens"]
+        for document in chunk.documents():
+            split = "val" if self.held_out(self.state.documents) else "train"
+            self.writers[split].append(document, self.tokenizer.eos)
+            self.state.documents += 1
+            if most is not None and self._tokens() >= most:
+                return False
+        return True
 
+    def _tokens(self) -> int:
+        return sum(writer.total_tokens for writer in self.writers.values())
 
-def _write(chunk: EncodedChunk, writers: Writers, progress: _State, held_out: HeldOut, eos: int) -> bool:
-    """Add a chunk's documents to their streams; False once there are enough tokens."""
-    most = progress.settings["max_tokens"]
-    for document in chunk.documents():
-        split = "val" if held_out(progress.documents) else "train"
-        writers[split].append(document, eos)
-        progress.documents += 1
-        if most is not None and _total(writers) >= most:
-            return False
-    return True
-
-
-def _counts(writers: Writers, progress: _State) -> str:
-    return f"{progress.documents:,} documents, {_total(writers):,} tokens"
-
-
-def _total(writers: Writers) -> int:
-    return sum(writer.total_tokens for writer in writers.values())
+    def _show(self, fraction: float, last: bool = False) -> None:
+        status = f"{self.state.documents:,} documents, {self._tokens():,} tokens"
+        self.line.show(round(100 * fraction), status, last)

@@ -1,4 +1,4 @@
-"""Reading the documents of one file: plain text, JSON lines, parquet."""
+"""Readers of the documents of one file: plain text, JSON lines, parquet."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, TextIO
 from ...extras import require
 from ..errors import LabError
 
-TEXT_DOCUMENT = 1 << 16  # characters; a book is cut at line ends, so that a part of it can be held out
+TEXT_DOCUMENT = 1 << 16  # characters after which a text is cut at a line end, so that a part can be held out
 TEXT_SEPARATOR = "<|endoftext|>"
 
 
 class Reader:
-    """Documents of a file from the `item`-th on; `item` is then the number of the next one."""
+    """Documents of a file from number `item` on; the attribute `item` is the number of the next one."""
 
     item = 0
     fraction = 0.0
@@ -25,22 +25,27 @@ class Reader:
 
 
 class TextReader(Reader):
-    """A document is what stands between lines `<|endoftext|>`, cut at line ends if it is long."""
+    """Documents are separated by lines `<|endoftext|>`; long ones are cut at line ends."""
 
     def read(self, path: Path, field: str, item: int) -> Iterator[str]:
         size = max(1, path.stat().st_size)
         with open(path, encoding="utf-8", newline="") as file:
             done = 0
-            for number, text in enumerate(self._documents(path, file)):
-                done += len(text)
-                self.item, self.fraction = number + 1, min(1.0, done / size)
-                if number >= item:
-                    yield text
+            try:
+                for number, text in enumerate(self._documents(file)):
+                    done += len(text)
+                    self.item, self.fraction = number + 1, min(1.0, done / size)
+                    if number >= item:
+                        yield text
+            except UnicodeDecodeError as error:
+                raise LabError(
+                    f"{path} is not UTF-8 text ({error.reason}); convert it to UTF-8 or leave it out"
+                ) from error
 
-    def _documents(self, path: Path, file: TextIO) -> Iterator[str]:
+    def _documents(self, file: TextIO) -> Iterator[str]:
         lines: list[str] = []
         characters = 0
-        for line in _decoded(path, file):
+        for line in file:
             if ends := line.strip() == TEXT_SEPARATOR:
                 line = ""
             lines.append(line)
@@ -52,7 +57,7 @@ class TextReader(Reader):
 
 
 class JsonLinesReader(Reader):
-    """A JSON object in each line; the document is one of its fields."""
+    """One JSON object per line; the document is one of its fields."""
 
     def read(self, path: Path, field: str, item: int) -> Iterator[str]:
         size, done = max(1, path.stat().st_size), 0
@@ -68,17 +73,21 @@ class JsonLinesReader(Reader):
             row = json.loads(line)
         except ValueError as error:
             raise LabError(
-                f"{place} is not a JSON object ({error}); a jsonl file has one in each line"
+                f"{place} is not a JSON object ({error}); a jsonl file has one per line"
             ) from error
         if not isinstance(row, dict):
             raise LabError(f"{place} must be a JSON object, got {type(row).__name__}")
-        text = row.get(field)
-        if not isinstance(text, str):
-            raise LabError(
-                f"{place} has no text in field {field!r}; its fields are {', '.join(row) or 'none'}: "
-                "choose one with --field"
-            )
-        return text
+        return text_of(row, field, place)
+
+
+def text_of(row: dict[str, Any], field: str, place: str) -> str:
+    text = row.get(field)
+    if not isinstance(text, str):
+        raise LabError(
+            f"{place} has no text in field {field!r}; its fields are {', '.join(row) or 'none'}: "
+            "choose one with --field"
+        )
+    return text
 
 
 class ParquetReader(Reader):
@@ -121,15 +130,6 @@ class ParquetReader(Reader):
         return [text or "" for text in values]
 
 
-def _decoded(path: Path, file: TextIO) -> Iterator[str]:
-    try:
-        yield from file
-    except UnicodeDecodeError as error:
-        raise LabError(
-            f"{path} is not UTF-8 text ({error.reason}); convert it to UTF-8 or leave it out"
-        ) from error
-
-
 _READERS: dict[str, type[Reader]] = {
     ".txt": TextReader,
     ".md": TextReader,
@@ -142,5 +142,5 @@ KINDS = tuple(_READERS)
 
 
 def reader_of(path: Path) -> Reader:
-    """By the file's suffix; one we do not know is read as text."""
+    """By the file's suffix; unknown ones are read as text."""
     return _READERS.get(path.suffix, TextReader)()

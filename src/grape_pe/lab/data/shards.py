@@ -7,6 +7,7 @@ vocabulary of Llama 3. Numbers are little-endian.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,25 +16,25 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LabError
-from ..files import sha256_of, writing
+from ..files import replacing, sha256_of, writing
 
 #: magic number and version, by the bytes of a token
 FORMATS = {2: (20240520, 1), 4: (20240801, 7)}
 HEADER_BYTES = 256 * 4
-#: ends the name of a shard that is still being written
+#: suffix of a shard that is still being written
 PART = ".part"
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
 def token_bytes(vocab_size: int) -> int:
-    """Bytes of a token: 2 where they suffice."""
+    """Bytes per token: 2 if the vocabulary fits, else 4."""
     return 2 if vocab_size <= 1 << 16 else 4
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What the manifest says of one shard."""
+    """A shard's entry in the manifest."""
 
     file: str
     split: str
@@ -43,26 +44,22 @@ class Shard:
 
 
 def header(tokens: int, width: int) -> bytes:
-    """The header of so many tokens of `width` bytes."""
+    """The header of a shard of `tokens` tokens of `width` bytes."""
     numbers = np.zeros(256, dtype="<i4")
     numbers[:3] = *FORMATS[width], tokens
     return numbers.tobytes()
 
 
 def write_shard(path: str | os.PathLike[str], tokens: Tokens) -> None:
-    """Write one shard, whole or not at all."""
-    path = Path(path)
-    scratch = path.with_name(path.name + PART)
-    with writing(path):
-        with open(scratch, "wb") as file:
-            width = tokens.dtype.itemsize
-            file.write(header(len(tokens), width) + np.ascontiguousarray(tokens, f"<u{width}").tobytes())
-            _flush(file)
-        os.replace(scratch, path)
+    """Write one shard atomically."""
+    width = tokens.dtype.itemsize
+    with replacing(Path(path)) as scratch, open(scratch, "wb") as file:
+        file.write(header(len(tokens), width) + np.ascontiguousarray(tokens, f"<u{width}").tobytes())
+        _flush(file)
 
 
 def check_shard(path: Path) -> tuple[int, int]:
-    """The number of tokens in a shard and the bytes of each, by its magic, version and length: no token is read."""
+    """Number of tokens and bytes per token, from the header; checks magic, version and length."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -103,25 +100,20 @@ def read_shard(path: str | os.PathLike[str]) -> Tokens:
 
 
 class SplitWriter:
-    """Writes one split's stream of tokens as shards of exactly `shard_tokens`, the last one shorter.
+    """Writes one split's stream of tokens as shards of exactly `shard_tokens`; the last may be shorter.
 
-    The open shard is `NAME.bin.part`. `state` says where the stream is; given back to a new writer after a
-    crash, whatever was written since is dropped and the same bytes follow.
+    The open shard is `NAME.bin.part`. A new writer with an earlier `state` drops what was written after it.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        split: str,
-        shard_tokens: int,
-        state: dict[str, Any] | None = None,
-        width: int = 2,
-    ):
-        self.width = width  # bytes of a token
+        self, directory: Path, split: str, shard_tokens: int, state: dict[str, Any] | None = None, width: int = 2
+    ):  # fmt: skip
+        self.width = width  # bytes per token
         self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
-        self.finished = [Shard(**entry) for entry in (state or {}).get("finished", [])]
-        self.tokens: int = (state or {}).get("tokens", 0)
-        self.documents: int = (state or {}).get("documents", 0)
+        state = state or {}
+        self.finished = [Shard(**entry) for entry in state.get("finished", [])]
+        self.tokens: int = state.get("tokens", 0)
+        self.documents: int = state.get("documents", 0)
         self.total_tokens = self.tokens + sum(shard.tokens for shard in self.finished)
         self._drop_later_files()
         with writing(self._part):
@@ -136,7 +128,7 @@ class SplitWriter:
         return self._path.with_name(self._path.name + PART)
 
     def _drop_later_files(self) -> None:
-        """Remove shards begun after the state was saved; the open one may already bear its final name."""
+        """Remove shards begun after the state was saved; the open one may already have its final name."""
         kept = {shard.file for shard in self.finished}
         if self._path.exists():
             os.replace(self._path, self._part)
@@ -148,7 +140,7 @@ class SplitWriter:
         length = HEADER_BYTES + self.width * self.tokens
         if self.tokens and (not self._part.exists() or self._part.stat().st_size < length):
             raise LabError(
-                f"{self._part} is shorter than {self.directory} noted; delete that directory and start again"
+                f"{self._part} is shorter than the progress file says; delete {self.directory} and start again"
             )
         file = open(self._part, "r+b" if self._part.exists() else "w+b")  # noqa: SIM115 - kept open
         file.truncate(length)  # a new file becomes an empty header
@@ -156,7 +148,7 @@ class SplitWriter:
         return file
 
     def append(self, document: Tokens, eos: int) -> None:
-        """Add a document, which starts with eos; it goes on in the next shard where this one ends."""
+        """Add a document, which starts with eos and may cross shards."""
         while len(document):
             room = self.shard_tokens - self.tokens
             now, document = document[:room], document[room:]
@@ -182,14 +174,14 @@ class SplitWriter:
         self.tokens = self.documents = 0
 
     def state(self) -> dict[str, Any]:
-        """Where the stream is, after making sure that all of it is on the disk."""
+        """Position of the stream, after flushing it to the disk."""
         with writing(self._part):
             _flush(self._file)
         finished = [asdict(shard) for shard in self.finished]
         return {"finished": finished, "tokens": self.tokens, "documents": self.documents}
 
     def finish(self) -> list[Shard]:
-        """Close the last shard; an empty one leaves no file."""
+        """Close the last shard and remove it if it is empty."""
         if self.tokens:
             self._finish_shard()
         else:
@@ -198,11 +190,9 @@ class SplitWriter:
         return self.finished
 
     def abandon(self) -> None:
-        """Close the file as it is; a new writer with the saved state goes on from it."""
-        try:
+        """Close the file; a new writer with the saved state continues it."""
+        with suppress(OSError):  # a full disk may refuse the last bytes, which the state does not count
             self._file.close()
-        except OSError:  # a full disk may refuse the last buffered bytes: the state does not count them
-            return
 
 
 def _flush(file: BinaryIO) -> None:

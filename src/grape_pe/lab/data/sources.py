@@ -1,6 +1,6 @@
 """Where documents come from: the running Python, files, or a Hugging Face dataset.
 
-A source gives its documents in a fixed order and can go on from a cursor, a small JSON value.
+A source yields documents in a fixed order and continues from a cursor, a small JSON value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from ...extras import require
 from ..errors import LabError
 from .corpus import builtin_documents, corpus_name
-from .readers import KINDS, Reader, reader_of
+from .readers import KINDS, Reader, reader_of, text_of
 from .splitting import held_out, without_repeats
 from .tokenizer import DEFAULT_TOKENIZER
 
@@ -30,14 +30,14 @@ NAMED = {
     "fineweb-edu-100B": (FINEWEB, "sample-100BT"),
     "openwebtext": ("Skylion007/openwebtext", None),
 }
-#: which of how many machines this is, from 0; each takes every n-th file
+#: (i, n): machine i of n, from 0, takes every n-th file
 Part = tuple[int, int]
 WHOLE: Part = (0, 1)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some documents, where the source stands after them, and how much of it that is, if known."""
+    """Some documents, the cursor after them, and the share of the source read so far, if known."""
 
     texts: list[str]
     cursor: Any
@@ -45,11 +45,11 @@ class Chunk:
 
 
 class Source(ABC):
-    """Documents in order. One iteration at a time: `cursor` and `fraction` speak of the latest one."""
+    """Documents in order. `cursor` and `fraction` refer to the latest iteration."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What decides the documents; preparing may only go on while it is unchanged."""
+        """Settings that determine the documents; a preparation continues only if they are unchanged."""
 
     @abstractmethod
     def documents(self, cursor: Any = None) -> Iterator[str]:
@@ -57,30 +57,28 @@ class Source(ABC):
 
     @abstractmethod
     def cursor(self) -> Any:
-        """Where the iteration stands, as JSON."""
+        """Position of the iteration, as JSON."""
 
     def fraction(self) -> float | None:
-        """How much has been read, from 0 to 1, if that is known."""
+        """Share read so far, from 0 to 1, if known."""
         return None
 
     def size(self) -> int | None:
-        """Bytes of text in all, if that is known (about, where files hold more than text)."""
+        """Total bytes of text, if known; approximate where files hold more than text."""
         return None
 
     def hold_out(self, share: float) -> Callable[[int], bool]:
-        """Choose about this share of the documents for validation; returns whether a number is among them.
-
-        To be called before documents are read.
-        """
+        """Choose about this share of the documents for validation, before any is read. Returns a test by number."""
         return partial(held_out, share=share)
 
     def chunks(self, cursor: Any = None) -> Iterator[Chunk]:
-        """The documents that are not empty, about a million characters at a time."""
+        """The non-empty documents, about a million characters at a time."""
         texts, characters = [], 0
         for text in self.documents(cursor):
             if not text.strip():
                 continue
-            texts.append(_valid(text))
+            # lone surrogates, which JSON may contain, cannot be encoded
+            texts.append(text.encode(errors="replace").decode() if not text.isascii() else text)
             characters += len(text)
             if characters >= CHUNK_CHARACTERS:
                 yield Chunk(texts, self.cursor(), self.fraction())
@@ -89,17 +87,8 @@ class Source(ABC):
             yield Chunk(texts, self.cursor(), self.fraction())
 
 
-def _valid(text: str) -> str:
-    """JSON can hold halves of surrogate pairs, which no encoding of text can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode(errors="replace").decode()
-    return text
-
-
 class BuiltinSource(Source):
-    """The text of the running Python and torch. What is held out is free of repeats of the rest."""
+    """The text of the running Python and torch; validation text has no repeats of training text."""
 
     def __init__(self) -> None:
         self._all = builtin_documents()
@@ -126,7 +115,7 @@ class BuiltinSource(Source):
 
 
 class FileSource(Source):
-    """Text, jsonl and parquet files, one after the other."""
+    """Text, jsonl and parquet files, in order."""
 
     def __init__(self, paths: Sequence[Path], field: str = "text"):
         self.paths, self.field = list(paths), field
@@ -162,24 +151,18 @@ class FileSource(Source):
 class HubSource(Source):
     """A Hugging Face dataset, streamed: by its name on the Hub, or a local directory `datasets` can load."""
 
-    def __init__(
-        self,
-        name: str,
-        config: str | None = None,
-        split: str = "train",
-        field: str = "text",
-        part: Part = WHOLE,
-    ):
+    def __init__(self, name: str, config: str | None, split: str, field: str, part: Part):
         self.name, self.config, self.split, self.field, self.part = name, config, split, field, part
         self._stream: Any = None
 
     def settings(self) -> dict[str, Any]:
+        part = {} if self.part == WHOLE else {"part": f"{self.part[0] + 1}/{self.part[1]}"}
         return {
             "source": f"hf:{self.name}",
             "config": self.config,
             "split": self.split,
             "field": self.field,
-            **_named(self.part),
+            **part,
         }
 
     def documents(self, cursor: Any = None) -> Iterator[str]:
@@ -189,13 +172,15 @@ class HubSource(Source):
             if cursor is not None:
                 self._stream.load_state_dict(cursor)
             for row in self._stream:
-                yield self._text(row)
+                yield text_of(row, self.field, f"dataset {self.name}")
         except (LabError, ImportError, GeneratorExit):
             raise
-        except (
-            Exception
-        ) as error:  # its many kinds: no network, no such dataset, config, split, a broken file
-            raise LabError(self._trouble(error)) from error
+        except Exception as error:  # no network, no such dataset, config or split, a broken file
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise LabError(
+                f"cannot read dataset {self.name!r} (config {self.config}, split {self.split}): {lines[0]}; "
+                "check the names and the network and run the same command again, or give local files"
+            ) from error
 
     def _mine(self, stream: Any) -> Any:
         number, parts = self.part
@@ -205,22 +190,6 @@ class HubSource(Source):
                 f"give --part i/n with n up to {stream.num_shards}"
             )
         return stream.shard(parts, number, contiguous=False) if parts > 1 else stream
-
-    def _text(self, row: dict[str, Any]) -> str:
-        text = row.get(self.field)
-        if not isinstance(text, str):
-            raise LabError(
-                f"dataset {self.name} has no text in field {self.field!r}; its fields are {', '.join(row)}: "
-                "choose one with --field"
-            )
-        return text
-
-    def _trouble(self, error: Exception) -> str:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return (
-            f"cannot read dataset {self.name!r} (config {self.config}, split {self.split}): {lines[0]}; "
-            "check the names and the network and run the same command again, or give local files"
-        )
 
     def cursor(self) -> Any:
         return self._stream.state_dict()
@@ -234,10 +203,10 @@ def open_source(
     split: str = "train",
     part: Part = WHOLE,
 ) -> Source:
-    """The source a user names: builtin, fineweb-edu-10B, hf:NAME, or files, directories and globs.
+    """The source with these names: builtin, fineweb-edu-10B, hf:NAME, or files, directories and globs.
 
     Args:
-        part: (i, n) for the i-th (from 0) of n machines that share the source; not of builtin.
+        part: (i, n) for machine i of n, from 0; not for builtin.
     """
     names = [names] if isinstance(names, str) else list(names)
     if not names:
@@ -245,7 +214,7 @@ def open_source(
     if len(names) == 1:
         if names[0] == "builtin":
             if part != WHOLE:
-                raise LabError("the builtin source is one text; leave --part out")
+                raise LabError("--part does not apply to builtin; leave it out")
             return BuiltinSource()
         if names[0] in NAMED:
             name, sample = NAMED[names[0]]
@@ -255,22 +224,18 @@ def open_source(
     files = [path for name in names for path in _files(name)]
     if part[1] > len(files):
         raise LabError(
-            f"{part[1]} parts need as many files, there are {len(files)}; give a smaller n in --part i/n"
+            f"--part I/N needs at least N files, got {part[1]} parts of {len(files)} files; give a smaller N"
         )
     return FileSource(files[part[0] :: part[1]], field)
 
 
-def _named(part: Part) -> dict[str, str]:
-    return {} if part == WHOLE else {"part": f"{part[0] + 1}/{part[1]}"}
-
-
 def default_tokenizer(names: Sequence[str]) -> str:
-    """The tokenizer of a source when none is named; fineweb-edu needs the Hub anyway, so it gets GPT-2's."""
+    """The default tokenizer: GPT-2's for datasets of the Hub, which need a network anyway."""
     return "gpt2" if len(names) == 1 and names[0] in NAMED else DEFAULT_TOKENIZER
 
 
 def _files(name: str) -> list[Path]:
-    """The files a path, directory or glob stands for, in the order of their names."""
+    """The files of a path, directory or glob, by name."""
     path = Path(name).expanduser()
     if path.is_file():
         found = [path]

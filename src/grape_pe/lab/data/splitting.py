@@ -1,13 +1,13 @@
-"""Which documents are held out for validation, and removing from them what training text contains too."""
+"""Choice of validation documents, and removal of what training text repeats from them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
 
-#: so many lines in a row that occur in training text too are a repeat
+#: consecutive lines that are a repeat if they occur in training text
 RUN = 3
-#: a line of so many characters that occurs in training text too is a repeat by itself
+#: characters of a single line that is a repeat if it occurs in training text
 LONG_LINE = 50
 
 
@@ -21,10 +21,10 @@ def held_out(number: int, share: float) -> bool:
 
 
 def without_repeats(texts: Sequence[str], validation: Sequence[bool]) -> tuple[list[str], set[int]]:
-    """The documents, those held out (where `validation`) without the lines that the others contain too.
+    """The documents, with those in `validation` stripped of lines that the others repeat.
 
-    A line goes if it is long and occurs in the others, or if it belongs to a run of lines that does; blank
-    lines and indentation do not count. Documents with nothing left are dropped.
+    A line is removed if it is long and occurs in the others, or if it is in a run of lines that does, ignoring
+    blank lines and indentation. Documents with nothing left are dropped.
 
     Returns:
         The documents, and the numbers of those held out.

@@ -1,15 +1,13 @@
 """Tokenizers: GPT-2's, plain bytes, or a byte-pair encoding trained on the data itself.
 
-Each is kept as `tokenizer/tokenizer.json`, the format of the `tokenizers` library.
+Each is stored as `tokenizer/tokenizer.json`, the format of the `tokenizers` library.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import numpy as np
 
 from ...extras import require
 from ..errors import LabError
-from ..files import SCRATCH, damaged, read_json, sha256_of, write_json, writing
+from ..files import damaged, read_json, replacing, sha256_of, write_json, write_text
 from .shards import Tokens, token_bytes
 
 END = "<|endoftext|>"
@@ -31,20 +29,20 @@ FOLDER, FILE, CONFIG, VOCAB, MERGES = (
 MAX_BPE = 1 << 16
 #: needs no network
 DEFAULT_TOKENIZER = "bpe-8192"
-SAMPLE_CHARACTERS = 16_000_000  # what a byte-pair encoding is trained on, from the start of the data
+SAMPLE_CHARACTERS = 16_000_000  # from the start of the data, to train a byte-pair encoding on
 
 
 class TextTokenizer:
-    """Text to ids and back. `end` is the token put before each document, `eos` its id."""
+    """Text to ids and back. `end` is the token before each document, `eos` its id."""
 
     def __init__(self, inner: Any, end: str):
         self.inner, self.end = inner, end
         self.inner.encode_special_tokens = True  # text that spells <|endoftext|> must not end a document
-        self.inner.no_truncation()  # a saved tokenizer may cut or pad what it is given
+        self.inner.no_truncation()  # a saved tokenizer may truncate or pad
         self.inner.no_padding()
         self.vocab_size = _vocab_size(inner)
         self.eos: int = inner.token_to_id(end)
-        # The bytes tokenizer as the library runs it takes a second a megabyte; by hand it takes none.
+        # The library takes a second per megabyte for plain bytes; numpy takes none.
         self._bytes = self.vocab_size == 257 and inner.get_vocab() == _byte_vocabulary() | {end: 256}
 
     def encode(self, text: str) -> list[int]:
@@ -68,20 +66,11 @@ class TextTokenizer:
         return [np.concatenate([[self.eos], part]).astype(kind) for part in parts]
 
     def save(self, directory: Path) -> None:
-        """Write `directory/tokenizer/`, both files or none."""
-        with writing(directory / FOLDER):
-            scratch = Path(tempfile.mkdtemp(dir=directory, prefix=SCRATCH))
-            try:
-                os.chmod(scratch, 0o755)
-                (scratch / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
-                write_json(scratch / CONFIG, self._config())
-                os.replace(scratch, directory / FOLDER)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-
-    def _config(self) -> dict[str, str]:
-        ends = {"eos_token": self.end, "bos_token": self.end}
-        return {"tokenizer_class": "PreTrainedTokenizerFast", **ends}
+        """Write `directory/tokenizer/` atomically."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end, "bos_token": self.end}
+        with replacing(directory / FOLDER) as scratch:
+            write_text(scratch / FILE, self.inner.to_str(pretty=True))
+            write_json(scratch / CONFIG, config)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> TextTokenizer:
@@ -96,19 +85,19 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> TextTokenizer:
 
 
 def hf_tokenizer(directory: str | os.PathLike[str]) -> Any:
-    """The same as a `transformers.PreTrainedTokenizerFast` with its end token, for saving beside a model.
+    """A `transformers.PreTrainedTokenizerFast` with its end token, to save with a model.
 
     Args:
         directory: as for `load_tokenizer`.
     """
     ours = load_tokenizer(directory)
-    ours.inner.encode_special_tokens = False  # here users type the end token and mean it
+    ours.inner.encode_special_tokens = False  # users may type the end token
     kind = require("transformers", "lab").PreTrainedTokenizerFast
     return kind(tokenizer_object=ours.inner, eos_token=ours.end, bos_token=ours.end)
 
 
 def tokenizer_setting(name: str) -> str:
-    """How a dataset remembers a tokenizer: its name, or what is in its local files."""
+    """A tokenizer in the settings of a dataset: its name, or hashes of its local files."""
     path = Path(name).expanduser()
     if _is_trained(name) or name == "bytes" or not path.exists():
         return name
@@ -201,7 +190,7 @@ def _from_path(path: Path) -> TextTokenizer:
 
 
 def _from_hub(name: str) -> TextTokenizer:
-    """From the cache of the Hugging Face Hub, or from the Hub; without a network it is refused at once."""
+    """From the cache of the Hugging Face Hub, or from the Hub; fails at once without a network."""
     hub = require("huggingface_hub", "lab")
     try:
         try:
@@ -212,7 +201,7 @@ def _from_hub(name: str) -> TextTokenizer:
         inner = require("tokenizers", "lab").Tokenizer.from_file(path)
     except ImportError:
         raise
-    except Exception as error:  # its many kinds: no network, no such name, a broken file
+    except Exception as error:  # no network, no such name, a broken file
         why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise LabError(
             f"tokenizer {name!r} is neither bytes, bpe-N nor a local path, and could not be fetched from the "
@@ -223,9 +212,9 @@ def _from_hub(name: str) -> TextTokenizer:
 
 
 def _check_network() -> None:
-    """Fail at once where the Hub's name is unknown; its own retries take half a minute."""
+    """Fail at once if the Hub's name cannot be resolved; its own retries take half a minute."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return  # a proxy looks names up itself
+        return  # a proxy resolves names itself
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     socket.getaddrinfo(address.hostname, address.port or 443)
 
@@ -242,7 +231,7 @@ def _configured_end(config: Path) -> str | None:
 
 
 def _checked(inner: Any, path: Path, end: str | None) -> TextTokenizer:
-    """Find the end token."""
+    """With its end token, which must be in the vocabulary."""
     known = [token for token in (end, *USUAL_ENDS) if token and inner.token_to_id(token) is not None]
     if not known:
         raise LabError(

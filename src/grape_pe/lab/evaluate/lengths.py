@@ -1,4 +1,4 @@
-"""Language-model evaluation by streaming: losses at any length, in the memory of a chunk and its cache.
+"""Losses of a language model at any length, streamed in chunks through its cache.
 
 losses = stream_losses(model, tokens, window=256)                    # (B, L - 1)
 found = evaluate_language(model, open_dataset(DIR), train_length=256)    # 1 to 16 times that length
@@ -20,11 +20,13 @@ from ...models.loss import IGNORE, chunk_rows
 from ..data.batches import Batches
 from ..data.dataset import Dataset
 from ..errors import LabError
+from ..train.distributed import World
+from ..train.validation import batch_loss, mean_loss
 
 FACTORS = (1, 2, 4, 8, 16)
-#: losses (rows, length) by length and window, or why there are none
+#: losses (rows, length) by length and window, or the reason for having none
 Found = dict[tuple[int, int | None], Tensor | str]
-#: tokens of the rows that are read together in one chunk
+#: tokens of a batch of chunks
 TOKENS_AT_ONCE = 1 << 13
 
 
@@ -44,13 +46,13 @@ def stream_hidden(
 
 @torch.inference_mode()
 def stream_losses(model: Decoder, tokens: Tensor, *, chunk: int = 512, window: int | None = None) -> Tensor:
-    """Losses (B, L - 1) in float32: entry t is that of token t + 1, given all tokens up to t.
+    """Losses (B, L - 1) in float32: entry t is that of token t + 1 after all tokens up to t.
 
     Args:
         model: the decoder.
         tokens: (B, L) integer, L at least 2.
-        chunk: tokens of each row that are read at once; changes time and memory, not the result.
-        window: a token sees fewer than so many tokens back.
+        chunk: tokens per row in a forward pass; affects time and memory, not the result.
+        window: attention reaches fewer than this many tokens back.
     """
     if tokens.dim() != 2 or tokens.shape[1] < 2:
         raise LabError(f"tokens must be (rows, at least 2 tokens), got shape {tuple(tokens.shape)}")
@@ -63,7 +65,7 @@ def stream_losses(model: Decoder, tokens: Tensor, *, chunk: int = 512, window: i
 
 
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each target in float32, 0 where it is -100; all logits never exist at once."""
+    """Cross entropy of each target in float32, 0 where it is -100, computed in chunks of tokens."""
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     size = chunk_rows(head)
     parts = []
@@ -83,16 +85,8 @@ def validation_loss(model: Decoder, batches: Batches, rows: int = 0, *, batch: i
         rows: number of rows; 0 for all.
         batch: rows read together.
     """
-    count = min(rows or batches.validation_rows, batches.validation_rows)
-    total, targets = 0.0, 0
-    device = model.head.device
-    for first in range(0, count, batch):
-        part = batches.validation(range(first, min(count, first + batch)))
-        here = int((part.targets != IGNORE).sum())
-        documents = None if part.documents is None else part.documents.to(device)
-        mean = model(part.tokens.to(device), targets=part.targets.to(device), documents=documents)
-        total, targets = total + float(mean) * here, targets + here
-    return total / max(targets, 1)
+    here = World(device=model.head.device)
+    return mean_loss(lambda part, n: batch_loss(model, part, n, "fp32", here), batches, rows, batch, here)
 
 
 def evaluate_language(
@@ -108,8 +102,8 @@ def evaluate_language(
 ) -> dict[str, Any]:
     """Loss by position, and loss and perplexity at multiples of the training length.
 
-    The same text is used at every length: stretches of the greatest length, cut into shorter ones. What
-    differs between two lengths is then the context alone.
+    The same text is used at every length: stretches of the greatest length, cut into shorter ones. Two lengths
+    differ only in the context.
 
     Args:
         model: the decoder.
@@ -119,7 +113,7 @@ def evaluate_language(
         windows: how far attention reaches, None for all; by default None and `train_length`.
         tokens: predictions at each length, rounded down to whole stretches, one at least.
         seed: which stretches are taken.
-        chunk: tokens of each row that are read at once; changes time and memory, not the result.
+        chunk: tokens per row in a forward pass; affects time and memory, not the result.
     """
     if train_length < 1 or not factors or min(factors) < 1:
         raise LabError(f"train_length and factors must be at least 1, got {train_length} and {factors}")
@@ -138,7 +132,7 @@ def evaluate_language(
         for length in lengths:
             unlimited = found.get((length, None))
             if window is not None and window >= length and unlimited is not None:
-                found[length, window] = unlimited  # it reaches everything: nothing to compute again
+                found[length, window] = unlimited  # the window covers the whole sequence
             elif length in fitting:
                 optional = window is not None or length > lengths[0]
                 found[length, window] = _losses_at(model, text, length, window, chunk, optional)
@@ -151,7 +145,7 @@ def evaluate_language(
 
 
 class _Source:
-    """Tokens in one or more pieces, of which stretches are taken that do not cross their ends."""
+    """Tokens in one or more pieces; stretches do not cross their ends."""
 
     def __init__(self, data: Dataset | Tensor) -> None:
         self.data = data
@@ -169,7 +163,7 @@ class _Source:
         return torch.from_numpy(self.data.read(self.shards[piece], start, count))
 
     def stretches(self, length: int, tokens: int, seed: int) -> Tensor:
-        """(rows, length + 1): different ones, in a random order that depends on the seed alone."""
+        """(rows, length + 1): distinct stretches in a random order that depends on the seed alone."""
         places = [(i, k * length) for i, size in enumerate(self.sizes) for k in range((size - 1) // length)]
         order = np.random.default_rng(seed).permutation(len(places))[: max(1, tokens // length)]
         chosen = [places[i] for i in order]
@@ -179,7 +173,7 @@ class _Source:
 def _losses_at(
     model: Decoder, text: Tensor, length: int, window: int | None, chunk: int, optional: bool
 ) -> Tensor | str:
-    """(rows, length): the losses of the text cut into sequences of that length; or, if optional, why there are none."""
+    """Losses (rows, length) of the text cut into sequences of that length; if optional, the reason for having none."""
     rows = text.unfold(1, length + 1, length).reshape(-1, length + 1)
     parts = rows.split(max(1, TOKENS_AT_ONCE // min(length, chunk)))
     try:
@@ -187,24 +181,20 @@ def _losses_at(
     except ValueError as problem:
         if not optional:
             raise
-        return str(problem)  # a model may refuse a window or a length; the rest of the evaluation stands
+        return str(problem)  # a model may refuse a window or a length
 
 
 def _entry(
     length: int, window: int | None, losses: Tensor | str, train_length: int, stretches: int
 ) -> dict[str, Any]:
-    """One line of the evaluation; without a loss, the reason. `stretches` has the mean loss of each stretch of
-    text, in the same order at every length."""
-    entry: dict[str, Any] = {"length": length, "window": window}
+    """A line of the evaluation; without a loss, the reason. `stretches` has the mean loss of each stretch of text,
+    in the same order at every length."""
+    entry: dict[str, Any] = {
+        "length": length, "window": window, "loss": None, "perplexity": None, "tail_loss": None, "tokens": 0,
+        "stretches": [],
+    }  # fmt: skip
     if isinstance(losses, str):
-        return entry | {
-            "loss": None,
-            "perplexity": None,
-            "tail_loss": None,
-            "tokens": 0,
-            "stretches": [],
-            "reason": losses,
-        }
+        return entry | {"reason": losses}
     loss = _finite(losses.double().mean())
     return entry | {
         "loss": loss,
@@ -216,8 +206,8 @@ def _entry(
 
 
 def _by_position(found: Found, train_length: int) -> dict[str, Any]:
-    """Mean loss against the number of tokens seen, from every pass without a window: eight buckets within the
-    training length, then two for each further one."""
+    """Mean loss by the number of previous tokens, over all passes without a window: eight buckets within the training
+    length, then two per training length."""
     passes = [x.double() for (_, window), x in found.items() if window is None and isinstance(x, Tensor)]
     longest = max((x.shape[1] for x in passes), default=0)
     fine, coarse = max(1, train_length // 8), max(1, train_length // 2)
@@ -231,5 +221,5 @@ def _by_position(found: Found, train_length: int) -> dict[str, Any]:
 
 
 def _finite(value: Tensor) -> float | None:
-    """A number JSON can hold; a diverged model has none."""
+    """None if not finite, as JSON has no such number."""
     return float(value) if bool(value.isfinite()) else None

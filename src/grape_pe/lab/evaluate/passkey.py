@@ -1,4 +1,4 @@
-"""`grape eval passkey MODEL`: a number hidden in repeated sentences, and at the end the question for it.
+"""`grape eval passkey MODEL`: a number in repeated sentences, asked for at the end.
 
 found = passkey_scores(model, tokenizer, lengths=[1024, 2048])     # Mohtashami and Jaggi 2023, arXiv 2305.16300
 print(passkey_table(found))
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..columns import aligned
 from .questions import EvaluationError
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -27,7 +28,7 @@ OTHER = " The pass key of {} is"
 
 @dataclass(frozen=True)
 class PasskeyScore:
-    """Texts of one length with the number at one depth: how many were answered, and the loss of the answer."""
+    """Accuracy and loss on texts of one length with the number at one depth."""
 
     length: int
     depth: float
@@ -49,13 +50,13 @@ def passkey_scores(
 ) -> list[PasskeyScore]:
     """Ask a Hugging Face model for a number it has read, in texts of `lengths` tokens.
 
-    The answer is forced: each digit is predicted after the right ones before it, in one pass without a cache. All
-    digits are the first choice exactly when greedy generation gives the number.
+    Each digit is predicted after the right ones before it, in one pass without a cache. All are the first choice
+    exactly if greedy generation gives the number.
 
     Args:
         cases: texts for each length and depth; the same numbers for every model with the same tokenizer.
-        others: as many pass keys of other names, at even distances (as the keys of RULER, Hsieh
-            et al. 2024, arXiv 2404.06654).
+        others: number of pass keys of other names, evenly spaced (as the keys of RULER, Hsieh et al. 2024,
+            arXiv 2404.06654).
     """
     if not 0 <= others <= len(OTHERS):
         raise EvaluationError(f"others must be from 0 to {len(OTHERS)}, got {others}")
@@ -74,7 +75,7 @@ def passkey_scores(
 def _text(
     tokenizer: Any, length: int, depth: float, seed: tuple[int, int], others: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a text with its answer, and the answer; the model reads all but the last token."""
+    """Tokens of a text including the answer, and the answer; the model reads all but the last token."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -114,7 +115,7 @@ def _answer(model: Any, ids: list[int], wanted: list[int]) -> tuple[float, float
 
 
 def passkey_table(found: Sequence[PasskeyScore]) -> str:
-    """Lengths down, depths across: percent of the numbers, and in the last columns all depths and the loss."""
+    """A table of percent right by length (rows) and depth, then over all depths, and the loss."""
     depths = sorted({score.depth for score in found})
     rows = [["tokens", *(f"depth {depth:g}" for depth in depths), "all", "nats a token"]]
     for length in sorted({score.length for score in found}):
@@ -123,8 +124,7 @@ def passkey_table(found: Sequence[PasskeyScore]) -> str:
         error = math.sqrt(exact * (1 - exact) / count)
         cells = [f"{100 * here[depth].exact:.0f}" for depth in depths]
         rows.append([f"{length:,}", *cells, f"{100 * exact:.1f} ± {100 * error:.1f}", f"{nats:.3f}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
 
 
 def mean_of(found: Sequence[PasskeyScore]) -> tuple[float, float, int]:

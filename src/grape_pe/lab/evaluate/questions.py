@@ -1,6 +1,6 @@
-"""The paper's tasks on local questions: lm_eval's own definitions, with nothing fetched.
+"""The paper's tasks on local questions, with lm_eval's definitions and without a network.
 
-DIR/TASK.jsonl has the fields of the published dataset, one question in each line.
+DIR/TASK.jsonl has the fields of the published dataset, one question per line.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class EvaluationError(LabError):
 
 
 def check_questions(tasks: Sequence[str], data: Path) -> None:
-    """Refuse tasks without local questions, and files that hold others."""
+    """Refuse tasks without local questions, and files with other fields."""
     for name in tasks:
         if name not in DEFINED:
             raise EvaluationError(f"--data has the tasks {', '.join(DEFINED)}; for {name} give --include")
         path = data / f"{name}.jsonl"
         if not path.is_file():
-            raise EvaluationError(f"no questions of {name}: expected {path}")
+            raise EvaluationError(f"no questions of {name} in --data {data}: expected {path}")
         with open(path, encoding="utf-8") as file:
             _check_fields(path, file.readline(), DEFINED[name][1])
 
@@ -71,7 +71,7 @@ def _check_fields(path: Path, line: str, fields: Sequence[str]) -> None:
 def task_files(
     tasks: Sequence[str], include: str | os.PathLike[str] | None, data: str | os.PathLike[str] | None
 ) -> Iterator[str | os.PathLike[str] | None]:
-    """A directory of task files: `include`, or made for the questions in `data` while this is open."""
+    """A directory of task files: `include`, or a temporary one for the questions in `data`."""
     if data is None:
         yield include
         return

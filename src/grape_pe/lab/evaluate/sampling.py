@@ -1,4 +1,4 @@
-"""Text from a model, token by token through its cache."""
+"""Sampling from a model, token by token through its cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sample_tokens(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Up to `count` tokens that follow the prompt; temperature 0 takes the likeliest.
+    """Sample up to `count` tokens after the prompt.
 
     Args:
         model: the decoder.
@@ -65,6 +65,6 @@ def _draw(logits: Tensor, temperature: float, top_p: float, dice: torch.Generato
     if temperature == 0:
         return int(logits.argmax())
     chances, order = (logits / temperature).softmax(-1).sort(descending=True)
-    kept = chances.cumsum(-1) - chances < top_p  # the smallest set that holds top_p, never empty
+    kept = chances.cumsum(-1) - chances < top_p  # the smallest set with top_p, never empty
     chances = chances * kept
     return int(order[torch.multinomial(chances, 1, generator=dice)])

@@ -13,10 +13,10 @@ from typing import Any
 from ..compare.arms import Arm
 from ..config import RunConfig, flat
 from ..evaluate.benchmarks import Scores
-from ..files import read_json
+from ..files import read_json, typed
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
 from .results import ArmResults, LanguageRun, Recipe
-from .stored import Evaluation, checked, curves, finite, went_back
+from .stored import Evaluation, curves, finite, went_back
 
 SCORES = "lm_eval*.json"
 RESTORE = "restore it from a copy, or train again in another --out"
@@ -72,4 +72,4 @@ def _model(checkpoint: str, place: Path) -> str:
 
 def _scores(path: Path) -> Scores:
     remedy = "write it again with grape eval lm --output"
-    return checked(Scores, read_json(path, remedy), path, remedy, "no scores of grape eval lm: ")
+    return typed(Scores, read_json(path, remedy), path, remedy, "no scores of grape eval lm: ")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from ..compare.arms import Arm
 from ..compare.comparison import AGAIN, RESTORE
-from ..files import damaged, read_json, read_json_lines
+from ..files import read_json, read_json_lines, typed
 
 REWRITE = "remove it; grape compare writes it anew"
 Curve = Mapping[float, float]
@@ -157,15 +157,12 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-Kind = TypeVar("Kind")
-
-
 def read_comparison(path: Path) -> StoredComparison:
-    return checked(StoredComparison, read_json(path, RESTORE), path, RESTORE)
+    return typed(StoredComparison, read_json(path, RESTORE), path, RESTORE)
 
 
 def read_evaluation(path: Path) -> Evaluation:
-    return checked(Evaluation, read_json(path, AGAIN), path, AGAIN)
+    return typed(Evaluation, read_json(path, AGAIN), path, AGAIN)
 
 
 def read_lines(path: Path) -> tuple[StoredComparison | None, list[Evaluation]]:
@@ -173,14 +170,5 @@ def read_lines(path: Path) -> tuple[StoredComparison | None, list[Evaluation]]:
     lines = read_json_lines(path, REWRITE)
     first = [line for line in lines if line.get("kind") == "comparison"]
     measured = [line for line in lines if line.get("kind") not in ("comparison", "trial")]
-    runs = [checked(Evaluation, line, path, REWRITE) for line in measured]
-    return checked(StoredComparison, first[0], path, REWRITE) if first else None, runs
-
-
-def checked(kind: type[Kind], values: dict[str, Any], path: Path, remedy: str, why: str = "") -> Kind:
-    try:
-        return TypeAdapter(kind).validate_python(values)
-    except ValidationError as problem:
-        error = problem.errors()[0]
-        name = ".".join(map(str, error["loc"]))
-        raise damaged(path, f"{why}{name}: {error['msg']}, got {error['input']!r:.60}", remedy) from None
+    runs = [typed(Evaluation, line, path, REWRITE) for line in measured]
+    return typed(StoredComparison, first[0], path, REWRITE) if first else None, runs

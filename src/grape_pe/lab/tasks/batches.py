@@ -1,23 +1,21 @@
-"""Training on a probe: rows made when they are asked for, each a pure function of (seed, step, row)."""
+"""Batches of a probe, generated on demand; each row is a pure function of (seed, step, row)."""
 
 from __future__ import annotations
 
 import torch
 
-from ..data.batches import Batch
+from ..data.batches import Batch, check_rows
 from ..errors import LabError
 from .base import TRAIN, Case, Task
 from .dice import Dice
 
-#: streams of random numbers that never meet
+#: independent streams of random numbers
 LENGTHS, ROWS, VALIDATION, TEST = range(4)
 VALIDATION_ROWS = 512
 
 
 class TaskBatches:
-    """Batches of a probe.
-
-    All rows of a step have one length, drawn for that step, so that shapes agree wherever they are made.
+    """Batches of a probe. All rows of a step have one random length, so that ranks agree on shapes.
 
     Args:
         batch: rows in the global batch of a step.
@@ -37,14 +35,14 @@ class TaskBatches:
 
     def batch(self, step: int, rows: range) -> Batch:
         """Some rows of the global batch of a step."""
-        _check(rows, self.size, "the batch")
+        check_rows(rows, self.size, "the batch")
         if step < 0:
             raise LabError(f"step must be 0 or more, got {step}")
         return draw(self.task, (self.seed, ROWS, step), rows, Case(TRAIN, self.length(step)))
 
     def validation(self, rows: range) -> Batch:
         """Rows of the longest training length, distributed as in training, the same for every seed."""
-        _check(rows, self.validation_rows, "the validation set")
+        check_rows(rows, self.validation_rows, "the validation set")
         return draw(self.task, (VALIDATION,), rows, Case(self.task.splits[0], self.task.length))
 
 
@@ -52,8 +50,3 @@ def draw(task: Task, path: tuple[int, ...], rows: range, case: Case) -> Batch:
     """Some rows of the stream named by `path`, as tensors."""
     tokens, targets = task.sample(Dice(path, rows), case)
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
-
-
-def _check(rows: range, count: int, what: str) -> None:
-    if rows and not (min(rows) >= 0 and max(rows) < count):
-        raise LabError(f"{what} has rows 0 to {count - 1}, got {rows}")

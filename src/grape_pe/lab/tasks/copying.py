@@ -1,19 +1,20 @@
-"""Strings to be given back: as they came, reversed, sorted, or only the part that matters."""
+"""Strings to repeat: unchanged, reversed, sorted, or the symbols between blanks."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from ..errors import LabError
+from ..config import Natural, Positive
 from .base import Case, Task, answered, unanswered
 from .dice import Dice, Ints
 
+Symbols = Annotated[int, Field(ge=2)]
 
-@dataclass(frozen=True)
+
 class StringTask(Task):
     """Symbols, a separator, and the answer, which has as many symbols.
 
@@ -21,14 +22,9 @@ class StringTask(Task):
         length: symbols of the string. symbols: how many there are; the separator comes after them.
     """
 
-    length: int = field(default=32, kw_only=True)
-    shortest: int = field(default=8, kw_only=True)
-    symbols: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.symbols < 2:
-            raise LabError(f"{self.name}: symbols must be at least 2, got {self.symbols}")
+    length: Positive = 32
+    shortest: Natural = 8
+    symbols: Symbols = 16
 
     @property
     def vocab_size(self) -> int:
@@ -40,7 +36,7 @@ class StringTask(Task):
 
     @abstractmethod
     def answer(self, string: Ints) -> Ints:
-        """What is to be given back, row by row."""
+        """The answer to each row."""
 
     def sample(self, dice: Dice, case: Case) -> tuple[Ints, Ints]:
         self.check_case(case)
@@ -49,9 +45,8 @@ class StringTask(Task):
         return answered(np.concatenate([string, separator], 1), self.answer(string))
 
 
-@dataclass(frozen=True)
 class Copy(StringTask):
-    """The string once more."""
+    """The string unchanged."""
 
     name: ClassVar[str] = "copy"
 
@@ -59,9 +54,8 @@ class Copy(StringTask):
         return string
 
 
-@dataclass(frozen=True)
 class Reverse(StringTask):
-    """The string from its end."""
+    """The string reversed."""
 
     name: ClassVar[str] = "reverse"
 
@@ -69,9 +63,8 @@ class Reverse(StringTask):
         return string[:, ::-1]
 
 
-@dataclass(frozen=True)
 class Sort(StringTask):
-    """The symbols in order, each as often as it came."""
+    """The symbols sorted."""
 
     name: ClassVar[str] = "sort"
 
@@ -79,12 +72,11 @@ class Sort(StringTask):
         return np.sort(string, 1)
 
 
-@dataclass(frozen=True)
 class SelectiveCopy(Task):
-    """Some symbols among blanks, to be given back in order (Gu and Dao 2023, arXiv 2312.00752).
+    """Symbols among blanks, to repeat in order (Gu and Dao 2023, arXiv 2312.00752).
 
-    The string is followed by one marker for each symbol; at the i-th marker the i-th symbol is predicted, so
-    nothing of the answer is ever seen.
+    One marker for each symbol follows the string; at the i-th marker the i-th symbol is predicted. The answer
+    is never among the inputs.
 
     Args:
         length: places of the string. data: those that hold a symbol, at random; the others are blank.
@@ -92,17 +84,10 @@ class SelectiveCopy(Task):
 
     name: ClassVar[str] = "selective-copy"
 
-    length: int = field(default=128, kw_only=True)
-    shortest: int = field(default=32, kw_only=True)
-    data: int = 16
-    symbols: int = 14
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.data < 1 or self.symbols < 2:
-            raise LabError(
-                f"selective-copy: data must be at least 1 and symbols 2, got {self.data} and {self.symbols}"
-            )
+    length: Positive = 128
+    shortest: Natural = 32
+    data: Positive = 16
+    symbols: Symbols = 14
 
     @property
     def vocab_size(self) -> int:

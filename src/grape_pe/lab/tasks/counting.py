@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
-from ..errors import LabError
+from ..config import Fraction, Natural, Positive
 from .base import Case, Task, unanswered
 from .dice import Dice, Ints
 
 
-@dataclass(frozen=True)
 class Count(Task):
     """Operations on a few variables: set to zero, add one, or nothing; then each one's value is asked.
 
-    An operation is nothing with probability `idle`; else it takes a variable at random, and sets it to zero
-    once in six times, adds one otherwise. What would exceed `most` is nothing, so the values at any length
-    are those of training.
+    An operation is nothing with probability `idle`. Otherwise it takes a random variable and sets it to zero
+    (probability 1/6) or adds one. An addition beyond `most` is nothing, so values are alike at all lengths.
 
     Args:
         length: operations. variables: how many; most: the largest value.
@@ -28,19 +25,11 @@ class Count(Task):
     name: ClassVar[str] = "count"
     splits: ClassVar[tuple[str, ...]] = ("same-rate", "sparse")
 
-    length: int = field(default=128, kw_only=True)
-    shortest: int = field(default=32, kw_only=True)
-    variables: int = 3
-    most: int = 10
-    idle: float = 0.7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.variables < 1 or self.most < 1 or not 0 <= self.idle <= 1:
-            raise LabError(
-                "count: variables and most must be at least 1 and idle a probability, got "
-                f"{self.variables}, {self.most} and {self.idle}"
-            )
+    length: Positive = 128
+    shortest: Natural = 32
+    variables: Positive = 3
+    most: Positive = 10
+    idle: Fraction = 0.7
 
     @property
     def vocab_size(self) -> int:

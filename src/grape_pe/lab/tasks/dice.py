@@ -1,7 +1,7 @@
-"""Random numbers for many rows at once, where each row's depend on nothing but its own key.
+"""Random numbers for many rows at once; those of a row depend on its own key alone.
 
-A generator with a state would tie a row to the rows drawn beside it; here number i of a row is a hash of
-(key, i), so any rows of a batch can be made anywhere, together or alone, with the same result.
+Number i of a row is a hash of (key, i), so any rows of a batch can be generated together or alone, in any
+process, with the same result.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ..data.permutation import mix
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: numbers hashed at once: each pass over them stays in a core's cache
+#: numbers hashed at once, to fit a core's cache
 AT_ONCE = 1 << 15
-#: the smallest of a row are found one by one up to so many: for 4 of 4,096 a twelfth of the time of a partition
+#: up to this many smallest numbers are found one by one (4 of 4,096: a twelfth of the time of a partition)
 FEW = 32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Dice:
-    """One stream of random numbers a row; results have the rows first.
+    """One stream of random numbers per row; results have shape (rows, …).
 
     Args:
-        path: whole numbers that name the stream, such as (seed, stream, step).
-        rows: which rows of it.
+        path: integers that name the stream, such as (seed, stream, step).
+        rows: the rows of the stream.
     """
 
     def __init__(self, path: tuple[int, ...], rows: range) -> None:
@@ -51,7 +51,7 @@ class Dice:
         return drawn.reshape(len(self), *shape)
 
     def integers(self, low: int, high: int, *shape: int) -> Ints:
-        """In low … high - 1, all as likely."""
+        """Uniform in low … high - 1."""
         return (low + self.uniform(*shape) * (high - low)).astype(np.int64)
 
     def distinct(self, choices: int, count: int) -> Ints:
@@ -59,16 +59,16 @@ class Dice:
         return _least(self.uniform(choices), count)
 
     def weighted(self, weights: Floats, count: int) -> Ints:
-        """(rows, count): different indices, drawn one after another in proportion to what is left.
+        """(rows, count): different indices, drawn without replacement in proportion to the weights.
 
-        The first to ring of exponential clocks with these rates: the same law, without a loop.
+        Sorting exponential variables with these rates gives the same distribution without a loop.
         """
         clocks = -np.log1p(-self.uniform(len(weights))) / weights
         return _least(clocks, count)
 
 
 def _least(numbers: Floats, count: int) -> Ints:
-    """(rows, count): the indices of the smallest, in their order. `numbers` may be overwritten."""
+    """(rows, count): the indices of the smallest numbers, ascending. May overwrite `numbers`."""
     if count <= FEW:
         rows, found = np.arange(len(numbers)), np.empty((len(numbers), count), dtype=np.int64)
         for i in range(count):

@@ -1,24 +1,21 @@
-"""Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300), in tokens of its own."""
+"""Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300), on synthetic tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
-from ..errors import LabError
+from ..config import Natural, Positive
 from .base import Case, Task, answered
 from .dice import Dice, Ints
 
 DIGITS = 10
 
 
-@dataclass(frozen=True)
 class Passkey(Task):
-    """Filler that repeats itself, a number hidden somewhere in it, and at the end the question for it.
-
-    A marker announces the number; the same marker at the end asks for it.
+    """Repeated filler with a number in it that is asked for at the end. A marker stands before the number and
+    at the end.
 
     Args:
         length: tokens that are read. digits: of the number. filler: tokens after which the filler repeats.
@@ -27,17 +24,10 @@ class Passkey(Task):
     name: ClassVar[str] = "passkey"
     depths: ClassVar[tuple[float | None, ...]] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-    length: int = field(default=128, kw_only=True)
-    shortest: int = field(default=32, kw_only=True)
-    digits: int = 5
-    filler: int = 24
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.digits < 1 or self.filler < 1:
-            raise LabError(
-                f"passkey: digits and filler must be at least 1, got {self.digits} and {self.filler}"
-            )
+    length: Positive = 128
+    shortest: Natural = 32
+    digits: Positive = 5
+    filler: Positive = 24
 
     @property
     def vocab_size(self) -> int:
@@ -51,7 +41,7 @@ class Passkey(Task):
         return 2 * self.digits + 1  # marker, number, marker, all but one of the answer
 
     def sample(self, dice: Dice, case: Case) -> tuple[Ints, Ints]:
-        """Tokens: the digits, the marker, the filler. The depth is uniform where none is asked for."""
+        """Tokens: the digits, the marker, the filler. Without a depth it is uniform."""
         self.check_case(case)
         room, secret = case.length - self.smallest(), dice.integers(0, DIGITS, self.digits)
         depth = dice.uniform() if case.depth is None else np.full(len(dice), case.depth)

@@ -1,24 +1,23 @@
-"""Associative recall: many keys, many values, and which belongs to which."""
+"""Associative recall: which value belongs to a key."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
+from pydantic import model_validator
 
-from ..errors import LabError
+from ..config import Positive
 from .base import Case, Task, unanswered
 from .dice import Dice, Ints
 
 
-@dataclass(frozen=True)
 class Recall(Task):
     """Multi-query associative recall as zoology makes it (Arora et al. 2023, arXiv 2312.04927).
 
-    First the pairs (key, value), all keys different and all values different; then every key once more, at
-    an even gap 2g after the pairs, g drawn without repetition with weights (g + 1) ** (power - 1). There
-    the value is to be predicted. Token 0 fills the rest.
+    First come the pairs (key, value), with distinct keys and distinct values. Then each key comes again, at
+    an even gap 2g after the pairs, g drawn without repetition with weights (g + 1) ** (power - 1); there its
+    value is predicted. Token 0 fills the rest.
 
     Args:
         length: tokens. pairs: in training and in the split "same-pairs"; in "more-pairs" they grow with
@@ -31,18 +30,18 @@ class Recall(Task):
     splits: ClassVar[tuple[str, ...]] = ("same-pairs", "more-pairs")
     step: ClassVar[int] = 2
 
-    pairs: int = 8
-    vocabulary: int = 512
+    pairs: Positive = 8
+    vocabulary: Positive = 512
     power: float = 0.01
     random_filler: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.pairs < self.vocabulary // 2:
-            raise LabError(
-                f"mqar: {self.pairs} pairs need a vocabulary of more than {2 * self.pairs + 1} tokens, "
-                f"got {self.vocabulary}"
+    @model_validator(mode="after")
+    def _check_vocabulary(self) -> Self:
+        if self.pairs >= self.vocabulary // 2:
+            raise ValueError(
+                f"{self.pairs} pairs need a vocabulary of at least {2 * self.pairs + 2}, got {self.vocabulary}"
             )
+        return self
 
     @property
     def vocab_size(self) -> int:
@@ -55,13 +54,11 @@ class Recall(Task):
     def smallest(self) -> int:
         return 4 * self.pairs
 
-    def pairs_of(self, case: Case) -> int:
-        grown = self.pairs * max(1, case.length // self.length)
-        return min(grown, self.vocabulary // 2 - 1) if case.split == "more-pairs" else self.pairs
-
     def sample(self, dice: Dice, case: Case) -> tuple[Ints, Ints]:
         self.check_case(case)
-        count, half = self.pairs_of(case), self.vocabulary // 2
+        count, half = self.pairs, self.vocabulary // 2
+        if case.split == "more-pairs":
+            count = min(count * max(1, case.length // self.length), half - 1)
         keys = 1 + dice.distinct(half - 1, count)
         values = half + dice.distinct(self.vocabulary - half, count)
         room = (case.length - 2 * count) // 2
@@ -75,12 +72,11 @@ class Recall(Task):
         return tokens, targets
 
 
-@dataclass(frozen=True)
 class NBack(Task):
     """Recall of the N-th last value a key was given, N = 1 the latest (Yang et al. 2025, arXiv 2505.16381).
 
-    Keys and values alternate; a key that has been given `back` values before is a question for the oldest of
-    the last `back` of them, and is then given a new one.
+    Keys and values alternate. A key that had `back` values before asks for the oldest of its last `back`
+    values, and then gets a new one.
 
     Args:
         length: tokens. keys, values: how many there are.
@@ -89,18 +85,10 @@ class NBack(Task):
     name: ClassVar[str] = "mqar-nback"
     step: ClassVar[int] = 2
 
-    length: int = field(default=128, kw_only=True)
-    back: int = 2
-    keys: int = 8
-    values: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.back, self.keys, self.values) < 1:
-            raise LabError(
-                f"mqar-nback: back, keys and values must be at least 1, got {self.back}, {self.keys}, "
-                f"{self.values}"
-            )
+    length: Positive = 128
+    back: Positive = 2
+    keys: Positive = 8
+    values: Positive = 32
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +99,7 @@ class NBack(Task):
         return 1 / self.values
 
     def smallest(self) -> int:
-        # so many tokens that every row has a question: some key must come once more
+        # every row has a question: some key comes `back` + 1 times
         return 2 * (self.back * self.keys + 1)
 
     def sample(self, dice: Dice, case: Case) -> tuple[Ints, Ints]:
@@ -124,8 +112,8 @@ class NBack(Task):
         return tokens, targets
 
     def _earlier(self, keys: Ints, values: Ints) -> Ints:
-        """For every key, the value it was given `back` times ago; -100 where there is none."""
-        order = np.argsort(keys, axis=1, kind="stable")  # each key's own times, side by side
+        """For every key, its `back`-th last value; -100 where there is none."""
+        order = np.argsort(keys, axis=1, kind="stable")  # groups the times of each key
         grouped = np.take_along_axis(keys, order, 1)
         source = np.take_along_axis(values, order, 1)
         found = unanswered(keys)

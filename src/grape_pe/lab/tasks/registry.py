@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import fields
 from typing import Any
 
+from ..config import checked
 from ..errors import LabError
 from ..written import read_options
 from .base import Task
@@ -33,21 +33,17 @@ def build_task(name: str, **options: Any) -> Task:
     Options in brackets after the name come before those given as keywords.
 
     Args:
-        name: one of `names()`, with options in brackets if you like, as in "mqar[pairs=4]".
+        name: one of `names()`, optionally with options in brackets, as in "mqar[pairs=4]".
         options: fields of the probe's class, such as length, shortest or pairs.
     """
     written, (name, _, inner) = name, name.partition("[")
     if inner:
         options = {**options, **read_options(inner.removesuffix("]"), written)}
     if name not in TASKS:
-        raise LabError(f"unknown task {name!r}; {_hint(name, names(), 'tasks')}")
-    known = [field.name for field in fields(TASKS[name])]
-    for option in options:
-        if option not in known:
-            raise LabError(f"{name} has no option {option!r}; {_hint(option, known, 'options')}")
-    return TASKS[name](**options)
-
-
-def _hint(word: str, known: list[str], what: str) -> str:
-    near = difflib.get_close_matches(word, known, n=2)
-    return f"did you mean {' or '.join(near)}?" if near else f"{what}: {', '.join(known)}"
+        near = difflib.get_close_matches(name, TASKS, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose {', '.join(TASKS)}"
+        raise LabError(f"unknown task {name!r}; {hint}")
+    try:
+        return checked(TASKS[name], options, list(TASKS[name].model_fields))
+    except LabError as problem:
+        raise LabError(f"{name}: {problem}") from None

@@ -1,4 +1,4 @@
-"""How well a model does a probe, at every length, in every split."""
+"""Scores of a model on a probe, for each split and length."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..evaluate.lengths import stream_hidden
 from .base import Case, Task
 from .batches import TEST, draw
 
-#: tokens of the rows that are read together; longer cells also get at least so many
+#: tokens of a batch; each cell reads at least one batch
 TOKENS_AT_ONCE = 1 << 14
-#: rows of a cell, however long they are
+#: fewest rows of a cell
 LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of right answers in one cell of the test. Each token is predicted from the right tokens before it.
+    """Shares of right answers in one cell of the test, with the right tokens before each predicted one.
 
     Args:
         task: name of the probe.
@@ -35,7 +35,7 @@ class Score:
         token: share of answer tokens that are right.
         samples: number of rows.
         answers: number of answer tokens.
-        chance: what a guess would get of `token`.
+        chance: `token` of a guess.
     """
 
     task: str
@@ -64,8 +64,8 @@ def score(
         model: the decoder.
         task: the probe.
         seed: of the test rows, which no training run draws from.
-        samples: rows of each cell at the training length. Longer cells get fewer, so that they read about
-            as many tokens; `Score.samples` is the number used.
+        samples: rows of each cell at the training length; longer cells use fewer rows and about as many
+            tokens. `Score.samples` is the number used.
         lengths: 1, 2, 4, 8 and 16 times the training length unless given.
         batch: rows read together; by default as many as make 16k tokens.
     """
@@ -73,8 +73,8 @@ def score(
         raise LabError(f"samples and batch must be at least 1, got {samples} and {batch}")
     if model.config.vocab_size < task.vocab_size:
         raise LabError(
-            f"{task.name} has {task.vocab_size} tokens, the model knows {model.config.vocab_size}; "
-            "it was trained on something else"
+            f"{task.name} has {task.vocab_size} tokens, the model knows {model.config.vocab_size}; give a model "
+            "trained on this task"
         )
     cells = enumerate(task.cases(lengths))
     return [_score_case(model, task, case, (seed, TEST, i), samples, batch) for i, case in cells]

@@ -1,31 +1,30 @@
-"""Word problems: what the group elements so far multiply to (Merrill et al. 2024, arXiv 2404.08819)."""
+"""Word problems: products of group elements (Merrill et al. 2024, arXiv 2404.08819)."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
 from functools import cache
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import ClassVar
 
 import numpy as np
 
+from ..config import Natural, Positive
 from .base import Case, Task
 from .dice import Dice, Ints
 
 Permutation = tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class WordProblem(Task):
-    """Elements of a group, all as likely; after each one, the product g_t … g_2 g_1 of all so far.
+    """Uniform elements of a group; the target after each is the product g_t … g_2 g_1 of all so far.
 
     Args:
         length: elements.
     """
 
-    length: int = field(default=32, kw_only=True)
-    shortest: int = field(default=4, kw_only=True)
+    length: Positive = 32
+    shortest: Natural = 4
 
     @classmethod
     @abstractmethod
@@ -58,14 +57,8 @@ def multiplication(group: type[WordProblem]) -> Ints:
     return np.array([[number[tuple(a[i] for i in b)] for b in elements] for a in elements])
 
 
-def _is_even(permutation: Permutation) -> bool:
-    size = len(permutation)
-    return sum(permutation[i] > permutation[j] for i in range(size) for j in range(i + 1, size)) % 2 == 0
-
-
-@dataclass(frozen=True)
 class Parity(WordProblem):
-    """The group of two elements: whether the ones so far are even or odd in number."""
+    """The group of two elements: whether the number of ones so far is even or odd."""
 
     name: ClassVar[str] = "parity"
 
@@ -74,7 +67,6 @@ class Parity(WordProblem):
         return list(permutations(range(2)))
 
 
-@dataclass(frozen=True)
 class A5(WordProblem):
     """The 60 even permutations of five things: the smallest group that is not solvable."""
 
@@ -82,10 +74,9 @@ class A5(WordProblem):
 
     @classmethod
     def elements(cls) -> list[Permutation]:
-        return [p for p in permutations(range(5)) if _is_even(p)]
+        return [p for p in permutations(range(5)) if sum(a > b for a, b in combinations(p, 2)) % 2 == 0]
 
 
-@dataclass(frozen=True)
 class S5(WordProblem):
     """All 120 permutations of five things."""
 

@@ -1,4 +1,4 @@
-"""Memory between the steps of a run on a CPU."""
+"""Memory allocation of a run on a CPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: parameters of glibc's mallopt, what switches each off, and where its own rule ends after large tensors were freed
+#: parameters of glibc's mallopt, the values that disable them, and its own values after large tensors were freed
 M_TRIM_THRESHOLD, NEVER, TRIM = -1, -1, 64 << 20
 M_MMAP_THRESHOLD, LARGEST, MMAP = -3, 1 << 30, 32 << 20
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory for the next step, where the C library is glibc; at the end give it back to the system.
+    """Make glibc keep freed memory for the next step; at the end return it to the system.
 
-    It would return large tensors to the system as they are freed, and the system would hand out and clear the same
-    pages again at every step: 50,000 page faults, a quarter of the time of a step of `mqar`. Peak memory stays.
+    By default it returns large tensors to the system, which clears the same pages again at every step: 50,000 page
+    faults, a quarter of the time of a step of `mqar`. Peak memory does not change.
     """
     if platform.libc_ver()[0] != "glibc":
         yield

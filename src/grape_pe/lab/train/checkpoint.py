@@ -1,7 +1,7 @@
 """Checkpoints of a run: written in the background, atomic, readable by any number of ranks.
 
-The tensors are safetensors files of torch.distributed.checkpoint, a shard each rank; the rest is JSON.
-A checkpoint is written under a hidden name and renamed when it is complete.
+Tensors are safetensors files of torch.distributed.checkpoint, a shard per rank; the rest is JSON. A checkpoint is
+written under a hidden name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..errors import Diverged, LabError
-from ..files import SCRATCH, damaged, read_json, write_text
+from ..files import SCRATCH, damaged, read_json, typed, write_text
 from .distributed import World
 from .rollback import Rise, Rollback, returned
 
-# One process is no accident here. The warning comes from a background thread, beyond catch_warnings.
+# A run of one process is intended. The warning comes from a background thread, which catch_warnings cannot reach.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 STATE = "state.json"
-#: readers and writers wrap what went wrong in errors of their own, and torch's is no Exception
+#: torch's CheckpointException is no Exception
 FAILURES = (Exception, CheckpointException)
 #: a parameter without a gradient has no optimizer state, which is no error
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -45,7 +45,7 @@ OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a run stands after `step` optimizer steps; `recent` losses are kept if it may go back."""
+    """The state of a run after `step` optimizer steps; `recent` losses are for detecting a rise."""
 
     step: int = 0
     validation_loss: float | None = None
@@ -63,9 +63,9 @@ class Checkpoints:
     """The checkpoints of one run directory.
 
     Args:
-        directory: RUN/checkpoints. keep: newest ones kept; the best one is kept besides, and those of
-            the steps in `always`.
-        frozen: also write parameters that are not trained; without them they must be loaded beforehand.
+        directory: RUN/checkpoints.
+        keep: newest ones kept, besides the best one and those of the steps in `always`.
+        frozen: also write parameters that are not trained.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Checkpoints:
         self.pending: tuple[Future[Any], Path, Path] | None = None
 
     def found(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Complete checkpoints, oldest first."""
         if not self.directory.is_dir():
             return []
         return sorted(p for p in self.directory.iterdir() if p.name.startswith("step-") and p.is_dir())
 
     def clean(self) -> None:
-        """Remove what a killed run left half written, or had gone back from."""
+        """Remove unfinished checkpoints, and those that a rollback discarded."""
         self.world.check(self._clean)
 
     def _clean(self) -> None:
@@ -96,7 +96,7 @@ class Checkpoints:
                 _remove(path)
 
     def go_back(self, rise: Rise, rollbacks: Sequence[Rollback], most: int) -> None:
-        """Make the last checkpoint before a rise the newest. It knows of this before later ones are removed."""
+        """Make the last checkpoint before a rise the newest. It records the rollback before later ones are removed."""
         self.finish()
         before = [path for path in self.found() if path.name < checkpoint_name(rise.since)]
         if not before or len(rollbacks) == most:
@@ -113,7 +113,7 @@ class Checkpoints:
         self.world.check(self._clean)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: TrainingState) -> None:
-        """Begin to write; training may go on at once, on copies this does not see."""
+        """Begin to write a copy; training continues meanwhile."""
         self.finish()
         final = self.directory / checkpoint_name(progress.step)
         if final.exists():
@@ -123,13 +123,13 @@ class Checkpoints:
         writing = dcp.async_save(
             _tensors(*get_state_dict(model, optimizer, options=self.options)),
             storage_writer=HuggingFaceStorageWriter(str(scratch), save_distributed=True),
-            process_group=self.world.background,
-            no_dist=self.world.size == 1,
-        )
-        self.pending = (_future(writing), scratch, final)
+            process_group=self.world.background, no_dist=self.world.size == 1,
+        )  # fmt: skip
+        done = writing if isinstance(writing, Future) else writing.upload_completion
+        self.pending = (done, scratch, final)
 
     def _prepare(self, scratch: Path, progress: TrainingState) -> str | None:
-        """The hidden directory with what is no tensor; the problem if there is one."""
+        """Make the hidden directory with the state; returns the problem, if any."""
         if not self.world.first:
             return None
         try:
@@ -142,20 +142,16 @@ class Checkpoints:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's part of the write under way is on the disk, or has failed."""
+        """Whether this rank's part of the pending write has ended."""
         return self.pending is not None and self.pending[0].done()
 
     def check(self, ranks_written: float) -> None:
-        """Show the checkpoint under its name once every rank has written its part.
-
-        Args:
-            ranks_written: how many ranks are `written`, summed over all of them, so that they act together.
-        """
+        """Finish the pending checkpoint once all ranks have `written`; their number is the same on each."""
         if self.pending is not None and ranks_written == self.world.size:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the write under way, show it under its name, and drop what is no longer kept."""
+        """Wait for the pending write, rename it, and remove checkpoints that are no longer kept."""
         if self.pending is None:
             return
         writing, scratch, final = self.pending
@@ -181,7 +177,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         found = self.found()
-        best = _best(found)
+        losses = {path: loss for path in found if (loss := read_state(path).validation_loss) is not None}
+        best = min(losses, key=losses.__getitem__, default=None)
         for old in found[: -self.keep]:
             if old != best and old.name not in self.always:
                 _remove(old)
@@ -189,8 +186,8 @@ class Checkpoints:
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, start: Path | None = None
     ) -> TrainingState:
-        """Load the newest checkpoint, whatever number of ranks wrote it, or else `start`, a checkpoint of
-        another run; from nothing, begin at step 0."""
+        """Load the newest checkpoint, written by any number of ranks, or else `start`, one of another run; without
+        either begin at step 0."""
         found = self.found() or ([] if start is None else [start])
         if not found:
             return TrainingState()
@@ -206,13 +203,15 @@ class Checkpoints:
 
 
 def _remove(checkpoint: Path) -> None:
-    hidden = checkpoint.with_name(f"{SCRATCH}{checkpoint.name}")  # renamed first: never half there
+    hidden = checkpoint.with_name(
+        f"{SCRATCH}{checkpoint.name}"
+    )  # renamed first, so that it is never incomplete
     os.replace(checkpoint, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _tensors(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights and optimizer state as one flat mapping; the settings of the groups come from the schedule."""
+    """Weights and optimizer state as one flat mapping; settings of parameter groups are not saved."""
     named = {f"model.{name}": value for name, value in weights.items()}
     named |= {f"optimizer.{name}": value for name, value in moments.items()}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
@@ -228,9 +227,7 @@ def _not_of_metadata(record: logging.LogRecord) -> bool:
 
 def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
     root = logging.getLogger()
-    root.addFilter(
-        _not_of_metadata
-    )  # torch logs the traceback of an unreadable file before it raises the error
+    root.addFilter(_not_of_metadata)  # torch logs a traceback before it raises the error
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
     except FAILURES as problem:
@@ -245,37 +242,22 @@ def _read(tensors: dict[str, Tensor], checkpoint: Path, alone: bool) -> None:
 def read_state(checkpoint: Path) -> TrainingState:
     place, remedy = checkpoint / STATE, f"remove {checkpoint} and the checkpoint before it is used"
     try:
-        said = read_json(place, remedy)
-        rollbacks = tuple(Rollback(**each) for each in said.pop("rollbacks", ()))
-        found = TrainingState(**{**said, "recent": tuple(said.get("recent", ()))}, rollbacks=rollbacks)
-    except (FileNotFoundError, TypeError) as problem:
+        return typed(TrainingState, read_json(place, remedy), place, remedy)
+    except FileNotFoundError as problem:
         raise damaged(place, problem, remedy) from None
-    losses = (found.validation_loss, found.best_loss)
-    if not isinstance(found.step, int) or not all(isinstance(loss, float | None) for loss in losses):
-        raise damaged(place, "step must be a whole number and losses numbers", remedy)
-    return found
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """The weights alone, into a model of one process."""
+    """Load the weights into a model of one process."""
     tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
     _read(tensors, checkpoint, alone=True)
     model.load_state_dict(_part("model.", tensors))
 
 
-def _best(found: list[Path]) -> Path | None:
-    scored = [(loss, path) for path in found if (loss := read_state(path).validation_loss) is not None]
-    return min(scored)[1] if scored else None
-
-
-def _future(writing: Any) -> Future[Any]:
-    return writing if isinstance(writing, Future) else writing.upload_completion
-
-
 def cause(problem: BaseException) -> str:
-    """The first line of what really went wrong, below what wrapped it."""
+    """The first line of the innermost error."""
     inner = list(getattr(problem, "failures", {}).values())
     if inner:
         return cause(inner[0][0])
-    said = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
-    return said.strip().splitlines()[0] if said.strip() else type(problem).__name__
+    text = (problem.strerror if isinstance(problem, OSError) else None) or str(problem).strip()
+    return text.splitlines()[0] if text else type(problem).__name__

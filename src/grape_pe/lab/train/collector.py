@@ -1,4 +1,4 @@
-"""Python's garbage collector, run on all ranks at the same step: a rank that pauses alone makes all others wait."""
+"""Garbage collection on all ranks at the same step, so that no rank waits for another's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Self
 
 
 class PausedCollector:
-    """While this context is open, garbage is collected by `after`, every `EVERY` steps, and at no other time."""
+    """Within this context garbage is collected only by `after`, every `EVERY` steps."""
 
     EVERY = 50
 
     def __enter__(self) -> Self:
         self.enabled = gc.isenabled()
         gc.collect()
-        gc.freeze()  # what is there now stays: it is not looked through again
+        gc.freeze()  # exempt what exists now from later collections
         gc.disable()
         return self
 

@@ -1,4 +1,4 @@
-"""What `grape train --dry-run` and `grape recipes --rows` print."""
+"""The output of `grape train --dry-run` and `grape recipes --rows`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAPER_GPUS = 8  # of one node
 
 
 def describe(config: RunConfig, vocab_size: int, ranks: int = 1) -> str:
-    """A run in lines."""
+    """Model size, cost and schedule as text."""
     e, t = estimate(config, vocab_size, ranks), config.train
     rates = ", ".join(f"{learning_rate(s, t):.2g} at {s}" for s in (0, t.warmup, t.steps // 2, t.steps - 1))
     m, other = e.memory, "without" if t.recompute else "with"
@@ -25,7 +25,7 @@ def describe(config: RunConfig, vocab_size: int, ranks: int = 1) -> str:
         f"tokens      {e.tokens / 1e9:.3g}B in {t.steps:,} steps ({e.tokens:,})",
         f"compute     {e.flops_per_token:.3g} FLOPs a token, {e.flops:.3g} in all",
         f"schedule    {t.schedule}: {rates}",
-        "Estimates on paper, of one process:",
+        "Estimates for one process:",
         f"memory      {_gb(m.total)}: weights {_gb(m.weights)}, gathered or rounded copies {_gb(m.gathered)}, "
         f"gradients {_gb(m.gradients)}, optimizer {_gb(m.optimizer)},",
         f"            activations {_gb(m.activations)} ({other} recomputation {_gb(e.other_activations)}), "
@@ -70,7 +70,7 @@ def _timed(e: Estimate, gpu: str) -> str:
 
 
 def describe_rows(ranks: int) -> str:
-    """The rows of the paper's tables, with estimated GPU-hours on so many GPUs and the arguments of each."""
+    """The rows of the paper's tables with estimated GPU-hours and the arguments of each."""
     lines, total = (
         [f"{'':<5}{'run':<20}{'A100-hours':>11}{'H100-hours':>11}  arguments of grape train"],
         [0.0, 0.0],

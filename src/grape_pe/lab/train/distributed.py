@@ -1,4 +1,4 @@
-"""One process or many: the same code under `python` and under `torchrun`."""
+"""One process, or several started by torchrun."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..config import RunConfig
 from ..errors import LabError
 from .sharing import check_shareable
 
-#: longer than a checkpoint, a validation or the compilation of a model takes on the slowest rank
+#: limit of a collective: longer than a checkpoint, a validation or a compilation takes on the slowest rank
 TIMEOUT = timedelta(minutes=20)
-#: as in torchtitan; what the environment says already stays
+#: defaults of environment variables, as in torchtitan
 FLIGHT_RECORDER = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -32,14 +32,14 @@ FLIGHT_RECORDER = {
 
 @dataclass
 class World:
-    """Which rank this is, of how many, on which device; and how ranks add things up."""
+    """This rank, the number of ranks, the device, and sums over ranks."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    #: for what runs in the background: its messages must not mix with those of training
+    #: for background work, whose messages must not mix with those of training
     background: dist.ProcessGroup | None = None
-    #: the ranks with which this one shares its sequences
+    #: the ranks that share sequences with this one
     parallel: ContextParallel | None = None
 
     @property
@@ -48,33 +48,33 @@ class World:
 
     @property
     def sharing(self) -> int:
-        """How many ranks share a sequence."""
+        """Number of ranks that share a sequence."""
         return 1 if self.parallel is None else self.parallel.ring.size
 
     @property
     def groups(self) -> int:
-        """How many groups of ranks there are, each with sequences of its own."""
+        """Number of groups of ranks that share sequences."""
         return self.size // self.sharing
 
     def share_sequences(self, ranks: int) -> None:
-        """Form groups of so many successive ranks, which are close to each other on a cluster."""
+        """Form groups of successive ranks, which are close to each other on a cluster."""
         if ranks > 1:
             self.parallel = ContextParallel(dist.new_subgroups(ranks)[0])
 
     def rows(self, total: int) -> range:
-        """The share of this rank's group of `total` rows: disjoint over groups, all of them together."""
+        """This group's share of `total` rows; the shares of all groups are a partition."""
         group = self.rank // self.sharing
         return range(total * group // self.groups, total * (group + 1) // self.groups)
 
     def total(self, *values: float | Tensor) -> list[float]:
-        """Sums over all ranks, in float64, through the memory of the hosts: a GPU at work is not waited for."""
+        """Sums over all ranks in float64, through host memory, so that a GPU is not waited for."""
         summed = torch.tensor([float(v) for v in values], dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(summed)
         return summed.tolist()  # type: ignore[no-any-return]
 
     def added(self, value: Tensor) -> Tensor:
-        """The same for a tensor on the device, in place; nothing is read."""
+        """Sum of a tensor over all ranks, in place on the device."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
@@ -88,7 +88,7 @@ class World:
             dist.barrier()
 
     def gathered(self, value: Any) -> list[Any]:
-        """The value of each rank, in their order, on all of them."""
+        """The value of each rank, by rank, on all of them."""
         found = [value]
         if self.size > 1:
             found = [None] * self.size
@@ -96,7 +96,7 @@ class World:
         return found
 
     def check(self, call: Callable[[], object]) -> None:
-        """Call on the first rank; what it refuses is raised on all."""
+        """Call on the first rank; its error is raised on all."""
         problem = None
         if self.first:
             try:
@@ -106,29 +106,28 @@ class World:
         self.agree(problem)
 
     def agree(self, problem: str | None) -> None:
-        """Raise on every rank if one has a problem; without this the others would wait for ever."""
-        said = next((each for each in self.gathered(problem) if each), None)
-        if said:
-            raise LabError(said)
+        """Raise the problem of any rank on all of them; the others would wait for ever otherwise."""
+        for each in filter(None, self.gathered(problem)):
+            raise LabError(each)
 
 
 def default_device() -> torch.device:
-    """Where a model runs: the GPU of this process (by LOCAL_RANK) if there is one, else the CPU."""
+    """The GPU of this process (by LOCAL_RANK) if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def first_rank() -> bool:
-    """Whether this is the process that writes, also while ranks are not connected."""
+    """Whether this is the first rank, also while ranks are not connected."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def world(out: Path) -> Iterator[World]:
-    """Join the other processes if `torchrun` started several; one process needs nothing.
+    """Connect the processes that `torchrun` started.
 
-    A collective that takes longer than `TIMEOUT` ends the run, which `torchrun --max-restarts` starts again.
+    A collective that takes longer than `TIMEOUT` ends the run; `torchrun --max-restarts` starts it again.
     NCCL then leaves the last collectives of each rank in `out`/flight-rank-N, for `torchfrtrace`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -151,7 +150,7 @@ def world(out: Path) -> Iterator[World]:
 
 
 def _check_restarts() -> None:
-    """Refuse restarts that would fail: in a store that outlives them, ranks find the addresses of the dead."""
+    """Refuse restarts that would fail: a store that outlives them has addresses of ended processes."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise LabError(

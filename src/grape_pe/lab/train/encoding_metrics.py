@@ -1,4 +1,4 @@
-"""What an encoding has learned, in a few numbers: its frequencies, its rates, how far it looks."""
+"""Statistics of an encoding in training: frequencies, rates, and bias by distance."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..inspect.capture import added, watch
 
 
 def encoding_summary(model: nn.Module, tokens: Tensor) -> dict[str, float]:
-    """Over all layers: frequencies, gates and slopes on these tokens (1, T), the bias at some distances."""
-    with torch.compiler.set_stance("force_eager"):  # a compiled model does not see hooks that came later
+    """Over all layers: frequencies, gates and slopes on tokens (1, T), the bias at some distances."""
+    with torch.compiler.set_stance("force_eager"):  # a compiled model ignores new hooks
         found = watch(model, [part for part in model.modules() if isinstance(part, Encoding)], tokens)
     seen = [code.bias for _, _, code in found]
     return _frequencies(model) | _rates(seen) | _reach(seen, tokens.shape[1])
@@ -48,7 +48,7 @@ def _rates(seen: list[Bias]) -> dict[str, float]:
 
 
 def _reach(seen: list[Bias], length: int) -> dict[str, float]:
-    """Mean bias from the last token to the one 1, 16, 64 before it."""
+    """Mean bias of the last token at distances 1, 16 and 64."""
     row = slice(length - 1, length)
     tiles = [
         tile.detach().double() for bias in seen if (tile := added(bias, row, slice(0, length))) is not None
@@ -63,7 +63,7 @@ def _reach(seen: list[Bias], length: int) -> dict[str, float]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered; any other as it is."""
+    """A sharded tensor gathered; any other unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,6 +1,6 @@
-"""What a run will cost, before it runs: parameters, FLOPs, memory by part, messages. Counts, not measurements.
+"""Estimated cost of a run: parameters, FLOPs, memory by part, messages. `step_time` estimates time from them.
 
-The model is built on meta: nothing is allocated. Time and utilisation follow in `step_time`.
+The model is built on the meta device; nothing is allocated or measured.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..config import RunConfig
 from .sharing import Circulating, circulating
 from .step_time import GPUS, Work
 
-#: bytes of GPU memory for which the chunk of logits is sized and the longest sequence is given
+#: bytes of GPU memory assumed for chunks of logits and the longest sequence
 GPU_MEMORY = 80e9
-#: of it, what a sequence may take together with weights and optimizer
+#: share of it available to a sequence with weights and optimizer
 USABLE = 0.9
 
 
@@ -33,7 +33,7 @@ class Memory:
     optimizer: float
     activations: float
     logits: float
-    ring: float = 0.0  # keys, values and their gradients on their way between ranks
+    ring: float = 0.0  # keys, values and their gradients sent between ranks
 
     @property
     def total(self) -> float:
@@ -42,19 +42,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Messages:
-    """Bytes that one process sends in a step, which are those it receives; and how many collectives there are."""
+    """Bytes that one process sends (and receives) in a step, and the number of collectives."""
 
     all_gather: float = 0.0
     reduce_scatter: float = 0.0
     all_reduce: float = 0.0
     collectives: int = 0
-    ring: float = 0.0  # of ranks that share a sequence, in so many exchanges with the next
+    ring: float = 0.0  # between ranks that share a sequence
     exchanges: int = 0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run in numbers; memory and messages are those of one process."""
+    """Estimates of a run; memory and messages of one process."""
 
     ranks: int
     parameters: int
@@ -65,27 +65,27 @@ class Estimate:
     steps: int
     micro_batches: int
     memory: Memory
-    other_activations: float  # with recomputation if there is none, and the other way round
+    other_activations: float  # with the opposite setting of recomputation
     messages: Messages
     work: Work
-    longest: int  # tokens of one sequence that GPUs of 80 GB can hold
+    longest: int  # tokens of one sequence that fits GPUs of 80 GB
 
     @property
     def flops(self) -> float:
         return self.flops_per_token * self.tokens
 
     def hours(self, gpu: str) -> float:
-        """Hours of all GPUs together."""
+        """Total GPU hours."""
         return GPUS[gpu].seconds(self.work) * self.steps * self.ranks / 3600
 
     def mfu(self, gpu: str) -> float:
-        """Model FLOPs (none for what is recomputed) as a share of the peak."""
+        """Model FLOPs (without recomputation) as a share of the peak."""
         per_rank = self.flops_per_token * self.tokens_per_step / self.ranks
         return per_rank / (GPUS[gpu].seconds(self.work) * GPUS[gpu].peak)
 
 
 def estimate(config: RunConfig, vocab_size: int, ranks: int = 1) -> Estimate:
-    """Count without allocating: the model is built on meta.
+    """Estimate the cost of a run without allocating.
 
     Args:
         config: the recipe.
@@ -120,7 +120,7 @@ class _Counter:
         self.rest = self.all - self.blocks - self.encodings
 
     def _circulating(self) -> list[list[Circulating]]:
-        """What goes round in each layer."""
+        """Blocks sent between ranks in each layer."""
         sizes = self.model.config
         names = [each.encoding for each in sizes.by_layer]
         of = {name: circulating(sizes.build_encoding(names.index(name)), self.size) for name in names}
@@ -139,13 +139,11 @@ class _Counter:
         )  # fmt: skip
 
     def memory(self) -> Memory:
-        """Weights, gradients and two moments are float32; what FSDP gathers is the root and two blocks at a time."""
+        """Weights, gradients and two moments are float32; FSDP gathers the root and two blocks at a time."""
         whole, block = self.all, self.blocks / self.model.config.layers
         gathered = self.size * (self.rest + 2 * block) + 4 * self.encodings
         if not self.fsdp:
-            gathered = (
-                2 * whole if self.size == 2 else 0
-            )  # autocast keeps the rounded weights of a forward pass
+            gathered = 2 * whole if self.size == 2 else 0  # autocast keeps rounded weights in a forward pass
         buckets: float = 4 * whole if self.ranks > 1 else 0  # of ddp
         if self.fsdp:  # gradients of several micro-batches add up before they are exchanged
             buckets = 4 * whole if self.micro_batches > 1 else self.size * 2 * block
@@ -155,9 +153,9 @@ class _Counter:
         )  # fmt: skip
 
     def activations(self, recompute: bool) -> float:
-        """What backward needs of one micro-batch: about 12 widths and 4 hidden widths a token and layer.
+        """Saved for backward in one micro-batch: about 12 widths and 4 hidden widths per token and layer.
 
-        16 more in bfloat16 if blocks are not compiled: what norms, gates and casts keep in float32.
+        In bfloat16 without compilation 16 more, which norms, gates and casts keep in float32.
         """
         sizes, tokens = self.model.config, self.tokens
         widths = 12 if self.config.train.compile or self.size == 4 else 28
@@ -165,27 +163,27 @@ class _Counter:
         return layer + sizes.layers * tokens * sizes.width * self.size if recompute else sizes.layers * layer
 
     def ring(self) -> float:
-        """Blocks of one layer at a time; and for a path, float32 sums over each chunk for each row, 16 copies."""
-        held = [sum(part.held for part in layer) for layer in self.blocks_sent]
+        """Blocks of one layer; for a path also float32 sums over each chunk for each row, 16 copies."""
+        buffered = [sum(part.buffered for part in layer) for layer in self.blocks_sent]
         paths = any(len(layer) > 1 for layer in self.blocks_sent)
         crossing = 64 * self.model.config.heads * self.sharing if paths else 0
-        return self.tokens * (max(held, default=0) + crossing)
+        return self.tokens * (max(buffered, default=0) + crossing)
 
     def longest(self) -> int:
-        """Tokens of one sequence, alone in its micro-batch; a multiple of 1,000."""
+        """Tokens of one sequence in a micro-batch of its own, rounded down to 1,000."""
         memory, logits = self.memory(), self.logits()
         each = (memory.activations + memory.ring) / self.tokens
         fixed = memory.total - logits - each * self.tokens + self.logits(GPU_MEMORY)
         return max(0, int((GPU_MEMORY * USABLE - fixed) / each * self.sharing) // 1000 * 1000)
 
     def logits(self, tokens: float = 0) -> float:
-        """One chunk in float32 with two copies as they are multiplied, and the head's gradient in float32."""
+        """One chunk in float32 with two copies in the products' dtype, and the head's gradient in float32."""
         sizes = self.model.config
         rows = min(tokens or self.tokens, int(GPU_MEMORY * CHUNK_SHARE) // 4 // sizes.vocab_size)
         return (4 + 2 * self.size) * rows * sizes.vocab_size + 4 * sizes.vocab_size * sizes.width
 
     def messages(self) -> Messages:
-        """A ring sends (n - 1)/n of what it gathers or scatters, and twice that of what it adds up."""
+        """A ring sends (n - 1)/n of what it gathers or scatters, and twice that for an all-reduce."""
         if self.ranks == 1:
             return Messages()
         ring = self.exchanges()
@@ -195,7 +193,7 @@ class _Counter:
         units = 1 + (self.encodings > 0)
         gathered = (
             self.size * (2 * self.blocks + self.rest) + 4 * self.encodings
-        )  # blocks: forward and backward
+        )  # blocks twice, for backward
         layers = self.model.config.layers
         return Messages(
             _ring(self.shards) * gathered * self.micro_batches,
@@ -205,7 +203,7 @@ class _Counter:
         )  # fmt: skip
 
     def exchanges(self) -> dict[str, int]:
-        """Of keys and gradients in the attention of all layers; running sums and shifted tokens are not counted."""
+        """Keys and gradients in the attention of all layers, without running sums and shifted tokens."""
         ranks, again = self.sharing, self.config.train.recompute
         parts = [part for layer in self.blocks_sent for part in layer]
         sent = sum(part.sent(ranks, again) for part in parts) * self.tokens
@@ -213,17 +211,17 @@ class _Counter:
         return {"ring": sent * self.micro_batches, "exchanges": each * len(parts) * self.micro_batches}
 
     def work(self, flops_per_token: float, messages: Messages) -> Work:
-        """Of one step and process; recomputation repeats the blocks' forward pass, a third of their FLOPs."""
+        """Work of one process in a step; recomputation adds a third of the blocks' FLOPs."""
         sizes, train = self.model.config, self.config.train
         tokens = self.config.tokens_per_step / self.ranks
         flops = flops_per_token * tokens
         if train.recompute:
             flops += (flops_per_token - 6 * sizes.vocab_size * sizes.width) * tokens / 3
-        if self.sharing > 1:  # backward computes the attention of each pair of chunks again
+        if self.sharing > 1:  # backward recomputes the attention of each pair of chunks
             flops += 2 * sizes.layers * sizes.head_dim * sizes.heads * self.config.data.sequence * tokens
         saved = self.activations(False) * self.micro_batches
         moved = (
-            (6 if train.recompute else 4) * saved  # written, read again, and so are their gradients
+            (6 if train.recompute else 4) * saved  # written and read, as are their gradients
             + tokens * sizes.vocab_size * (22 + 8 * self.size)  # passes over the logits
             + 3 * self.size * self.all * self.micro_batches  # weights, read by each product
             + 36 * self.all / self.shards  # optimizer and clipping
@@ -240,9 +238,9 @@ def _ring(ranks: int) -> float:
 
 
 def flops_per_token(model: Decoder, sequence: int) -> float:
-    """Of a training step: 6 for each weight that multiplies, and causal attention over half the sequence.
+    """FLOPs per token of a training step: 6 per multiplied weight, and causal attention over half the sequence.
 
-    Without what a bias or a rotation adds to attention, which depends on the kernel.
+    Biases and rotations are not counted, as their cost depends on the kernel.
     """
     config = model.config
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
@@ -255,7 +253,7 @@ def flops_per_token(model: Decoder, sequence: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The data sheet's figure for this device, if it is a known one."""
+    """The data sheet's figure of a known device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -263,7 +261,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes so far: allocated on a GPU, resident in the process on a CPU."""
+    """Peak bytes so far: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

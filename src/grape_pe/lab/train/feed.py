@@ -1,4 +1,4 @@
-"""From `data.source` to batches: the built-in corpus, a prepared directory, or a generated task."""
+"""Batches of `data.source`: the built-in corpus, a prepared directory, or a generated task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TASK = "task:"
 
 @dataclass(frozen=True)
 class Feed:
-    """Batches, what identifies the data they come from, and the prepared directory if there is one."""
+    """Batches, the identity of their data, and the prepared directory if there is one."""
 
     batches: Batches
     identity: dict[str, Any]
@@ -25,17 +25,19 @@ class Feed:
 
 
 def open_feed(config: RunConfig, among: World) -> Feed:
-    """Open the data of a run; the first rank prepares the built-in corpus if it has to be."""
+    """Open the data of a run; the first rank prepares the built-in corpus if needed."""
     if config.data.source.startswith(TASK):
         return _task_feed(config)
     if among.first:
         _directory(config)
     among.barrier()
-    directory = _directory(config)
-    dataset = open_dataset(directory)
-    batches = DatasetBatches(
-        dataset, config.data.sequence, config.train.batch, config.seed, config.data.documents
-    )
+    return dataset_feed(config, _directory(config))
+
+
+def dataset_feed(config: RunConfig, directory: Path) -> Feed:
+    """Batches of a prepared dataset."""
+    data, dataset = config.data, open_dataset(directory)
+    batches = DatasetBatches(dataset, data.sequence, config.train.batch, config.seed, data.documents)
     vocabulary = config.model.vocab_size
     if vocabulary and vocabulary < dataset.vocab_size:
         raise LabError(
@@ -59,7 +61,7 @@ def _task_feed(config: RunConfig) -> Feed:
 
 
 def vocabulary(config: RunConfig) -> int:
-    """How many tokens the data of a run have, if possible without preparing them."""
+    """Vocabulary size of the data of a run, if possible without preparing them."""
     if config.model.vocab_size:
         return config.model.vocab_size
     if config.data.source.startswith(TASK):

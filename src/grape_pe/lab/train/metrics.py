@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .run_directory import METRICS, read_metrics, run_id
 
 
 class Metrics:
-    """Lines of {"kind", "step", …}. A run that goes on from `step` first forgets what came after it.
+    """Lines of {"kind", "step", …}. A run that continues from `step` first removes later lines.
 
     Args:
         directory, config: of the run.
@@ -68,7 +68,7 @@ def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _forget_after(path: Path, step: int, rollbacks: int) -> int:
-    """How many rollbacks have a line; those lines stay, also if a later one went back further."""
+    """Remove lines after `step`, except those of rollbacks; returns the number of rollbacks that have a line."""
     lines = read_metrics(path.parent)
     kept = [x for x in lines if (x["number"] <= rollbacks if x["kind"] == "rollback" else x["step"] <= step)]
     if path.exists():

@@ -1,4 +1,4 @@
-"""How weights move: AdamW groups, the learning rate of every step, the first weights."""
+"""AdamW groups, the learning rate schedule, and initial weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def adamw(model: nn.Module, settings: TrainSection) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, settings: TrainSection) -> float:
-    """The rate of step 0, 1, 2, …: linear warm-up, then a cosine or a plateau with a linear end."""
+    """The rate of step 0, 1, 2, …: linear warm-up, then a cosine, or a plateau and a linear decay."""
     top, low, total = settings.lr, settings.min_lr, settings.steps
     if step < settings.warmup:
         return top * (step + 1) / settings.warmup
@@ -43,8 +43,8 @@ def decay_steps(settings: TrainSection) -> int:
 
 
 def initialise(model: Decoder, seed: int) -> None:
-    """Fresh weights. Every block draws from a seed of its own and its encoding last, so that models which
-    differ in their encoding only start with the same matrices.
+    """Initial weights. Each block has its own seed and draws its encoding last, so that models that differ only
+    in their encoding start with the same matrices.
     """
     trunk = model.model
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""A trace of a few steps and, on a GPU, a snapshot of its memory: `log.profile`."""
+"""A trace of a few steps and, on a GPU, a memory snapshot: `log.profile`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Profile:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        if self.first and step == self.first and self.running is None:  # else the run has gone back
+        if self.first and step == self.first and self.running is None:  # else the run went back
             self._start()
         yield
         if self.first and step == self.first + self.STEPS - 1:

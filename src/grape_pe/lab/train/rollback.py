@@ -1,7 +1,7 @@
 """Going back when the loss rises and stays up: `train.rollback_above`.
 
-As for PaLM (Chowdhery et al., 2022, section 5.1), which went back to a checkpoint from before a spike of the loss and
-left out the batches around it: the same batches from other weights made no spike.
+As for PaLM (Chowdhery et al., 2022, section 5.1): training continues from a checkpoint before the spike, without
+the batches around it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .unread import Taken
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return to the checkpoint of step `to`, from which the run goes on with batch `batch`.
+    """A return to the checkpoint of step `to`; the run continues with batch `batch`.
 
     Args:
-        to: steps whose work is kept.
-        batch: the batch that follows, as the data number them from 0.
+        to: number of steps that are kept.
+        batch: the next batch, counted from 0.
         noticed: the last step of the rise (from 1, as in metrics.jsonl).
         loss: of that step; None if it was not finite.
         median: of the losses before the rise.
@@ -35,7 +35,7 @@ class Rollback:
 
 
 class Rise(Exception):
-    """The losses of the steps `since` to `last` (from 0) are too high, or that of `last` is not finite."""
+    """The losses of steps `since` to `last` (from 0) are too high, or that of `last` is not finite."""
 
     def __init__(self, since: float, last: float, loss: float, median: float) -> None:
         super().__init__(since, last, loss, median)
@@ -48,7 +48,7 @@ class Rise(Exception):
 def look(
     recent: Sequence[float], taken: Sequence[Taken], above: float
 ) -> tuple[tuple[float, ...], Rise | None]:
-    """The recent losses with those of new steps, and the first rise that ends in one of them."""
+    """The recent losses including new steps, and the first rise that ends in one of them."""
     seen, rise = tuple(recent), None
     for step, loss, norm in taken:
         seen = (*seen, loss if math.isfinite(norm) else norm)[-RISE - USUAL :]
@@ -69,12 +69,12 @@ def risen(recent: Sequence[float], step: int, above: float) -> Rise | None:
 
 
 def returned(rise: Rise, to: int, before: Sequence[Rollback]) -> tuple[Rollback, ...]:
-    """All rollbacks of a run once it has gone back to step `to`."""
+    """All rollbacks of a run after it went back to step `to`."""
     loss = rise.loss if math.isfinite(rise.loss) else None
     return (*before, Rollback(to, batch_of(rise.last, before) + 1, rise.last + 1, loss, rise.median))
 
 
 def batch_of(step: int, rollbacks: Sequence[Rollback]) -> int:
-    """Which batch a step takes: they follow one another from the last return on."""
+    """The batch of a step: consecutive since the last rollback."""
     last = next((each for each in reversed(rollbacks) if each.to <= step), None)
     return step if last is None else last.batch + step - last.to

@@ -1,4 +1,4 @@
-"""The directory of a run: claimed by one process at a time, never mixed with another configuration."""
+"""The directory of a run: its lock, configuration, environment and metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import secrets
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from ... import __version__
 from ..config import RunConfig, checked, differences, field_names
 from ..errors import LabError
 from ..files import (
+    check_output,
     claim,
-    contents,
     damaged,
     read_json,
     read_json_lines,
@@ -32,13 +33,14 @@ from ..files import (
 from .optimization import decay_steps
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
+RESTORE = "restore it from a copy, or train again in another --out"
 
 
 class RunDirectory:
-    """Open a run's directory for writing; it is locked against a second process until `close`.
+    """A run's directory, locked by one process from `open` to `close`.
 
     Args:
-        before: names that may be there before the run begins.
+        before: names that may exist before the run begins.
     """
 
     def __init__(self, path: str | os.PathLike[str], before: Sequence[str] = ()) -> None:
@@ -46,17 +48,27 @@ class RunDirectory:
         self.lock: Any = None
 
     def open(self, config: RunConfig, data: dict[str, Any], *, resume: bool) -> Self:
-        """Check what is there, before anything is computed or written, then claim it.
+        """Check the content and lock the directory, before anything is computed or written.
 
-        Raises LabError if it holds something else, another configuration, other data, or a run under way.
+        Raises LabError on other files, another configuration, other data, or a running process.
         """
         try:
             self.check(config, resume=resume)
-            self._check_data(data)
+            if (self.path / CONFIG).exists() and (stored := _begun_with(self.path, "data")) != data:
+                raise LabError(f"the data of {self.path} have changed since it was begun: {stored} -> {data}")
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = claim(self.path)
             if not (self.path / CONFIG).exists():
-                write_json(self.path / ENVIRONMENT, _environment(config, data))
+                here, began = surroundings(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+                here["machine"] |= {"system": platform.platform(), "threads": torch.get_num_threads()}
+                about = {
+                    "id": secrets.token_hex(8),
+                    "started": began,
+                    "seed": config.seed,
+                    **here,
+                    "data": data,
+                }
+                write_json(self.path / ENVIRONMENT, about)
                 write_text(self.path / CONFIG, config.to_yaml())
             elif (before := read_config(self.path, type(config))).train.steps != config.train.steps:
                 longer = before.train.model_copy(update={"steps": config.train.steps})
@@ -70,19 +82,10 @@ class RunDirectory:
             self.lock.release()
 
     def check(self, config: RunConfig, *, resume: bool) -> None:
-        """Refuse a directory with something else in it, or with a run that cannot go on so."""
-        if self.path.exists() and not self.path.is_dir():
-            raise LabError(f"--out must be a directory, but {self.path} is a file")
-        entries = contents(self.path)
-        if not entries - {
-            ENVIRONMENT,
-            *self.before,
-        }:  # nothing, or killed before its configuration was written
+        """Refuse other files, or a run that cannot continue with these settings."""
+        # a run that was killed before its configuration was written has an environment alone
+        if not check_output(self.path, "run", CONFIG, {ENVIRONMENT, *self.before}):
             return
-        if CONFIG not in entries:
-            raise LabError(
-                f"{self.path} holds other files and no run; give an empty or new directory as --out"
-            )
         if not resume:
             raise LabError(
                 f"{self.path} already holds a run; continue it with --resume, or give another --out"
@@ -92,12 +95,12 @@ class RunDirectory:
         if changed:
             raise LabError(
                 f"{self.path} was begun with another configuration ({'; '.join(changed)}); "
-                "a run is continued as it was begun: give the same options, or another --out"
+                "give the same options, or another --out"
             )
         read_metrics(self.path)
 
     def _grows(self, before: RunConfig, now: RunConfig) -> bool:
-        """Whether all that differs in how it trains is more steps of a wsd schedule, whose decay is still to come."""
+        """Whether the only difference is more steps of a wsd schedule before its decay."""
         old, new = before.train, now.train
         if old.schedule != "wsd" or new.steps <= old.steps:
             return False
@@ -111,47 +114,38 @@ class RunDirectory:
         longer = old.model_copy(update={"steps": new.steps})
         return not differences(before.model_copy(update={"train": longer}), now)
 
-    def _check_data(self, data: dict[str, Any]) -> None:
-        if not (self.path / CONFIG).exists():
-            return
-        before = _begun_with(self.path, "data")
-        if before != data:
-            raise LabError(f"the data of {self.path} have changed since it was begun: {before} -> {data}")
-
 
 def read_config(path: Path, kind: type[RunConfig] = RunConfig) -> RunConfig:
-    """The configuration a run was begun with."""
-    place, remedy = path / CONFIG, "restore it from a copy, or train again in another --out"
+    """The configuration of a run."""
+    place = path / CONFIG
+    if not place.exists():
+        raise LabError(f"{path} is not a run: it has no {CONFIG}")
+    text = read_text(place, RESTORE)
     try:
-        said = yaml.safe_load(read_text(place, remedy))
-    except FileNotFoundError:
-        raise LabError(f"{path} is not a run: it has no {CONFIG}") from None
-    except yaml.YAMLError as problem:
-        raise damaged(place, problem, remedy) from None
-    if not isinstance(said, dict):
-        raise damaged(place, f"expected a mapping of settings, got {type(said).__name__}", remedy)
-    try:
-        return checked(kind, said, field_names(kind))
-    except LabError as problem:
-        raise damaged(place, problem, remedy) from None
+        stored = yaml.safe_load(text)
+        if not isinstance(stored, dict):
+            raise ValueError(f"expected a mapping of settings, got {type(stored).__name__}")
+        return checked(kind, stored, field_names(kind))
+    except (ValueError, yaml.YAMLError) as problem:
+        raise damaged(place, problem, RESTORE) from None
 
 
 def _begun_with(path: Path, name: str) -> Any:
-    """One field of what was written when the run was begun."""
-    place, remedy = path / ENVIRONMENT, "restore it from a copy, or train again in another --out"
+    """A field of environment.json, written at the beginning of the run."""
+    place = path / ENVIRONMENT
     try:
-        return read_json(place, remedy)[name]
+        return read_json(place, RESTORE)[name]
     except (FileNotFoundError, KeyError):
-        raise damaged(place, f"it has no {name}", remedy) from None
+        raise damaged(place, f"it has no {name}", RESTORE) from None
 
 
 def run_id(path: Path) -> str:
-    """A name no other run has, the same whenever the run goes on."""
+    """A unique name of the run, kept when it continues."""
     return str(_begun_with(path, "id"))
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run so far; a last line that a kill cut short is left out."""
+    """The lines of a run so far; an incomplete last line is ignored."""
     path = directory / METRICS
     remedy = "remove it to continue without the earlier curves"
     lines = read_json_lines(path, remedy)
@@ -161,37 +155,36 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def training_cost(directory: Path, config: RunConfig) -> dict[str, Any]:
+    """Tokens, time, median speed and peak memory of a run's training, from its metrics."""
+    lines = [line for line in read_metrics(directory) if line["kind"] == "train"]
+    speeds = [line["tokens_per_second"] for line in lines]
+    return {
+        "tokens": max(line["tokens"] for line in lines),
+        "tokens_per_second": statistics.median(speeds),
+        "peak_memory_bytes": max(line["memory_bytes"] for line in lines),
+        "seconds": sum(config.tokens_per_step / speed for speed in speeds) * config.log.every,
+    }
+
+
 def latest_metrics(directory: Path, kind: str, tail: int = 1 << 16) -> dict[str, Any]:
-    """The last whole line of a kind, from the end of the file alone; empty if there is none in it."""
+    """The last line of a kind in the last `tail` bytes of the file; empty if there is none."""
     path = directory / METRICS
     if not path.exists():
         return {}
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - tail))
         lines = file.read().split(b"\n")
-    for line in reversed(lines[:-1]):  # the last one may still be under way
-        with contextlib.suppress(ValueError):  # the first one may begin in its middle
+    for line in reversed(lines[:-1]):  # the last one may be incomplete
+        with contextlib.suppress(ValueError):  # the first one may be incomplete
             found: dict[str, Any] = json.loads(line)
             if found["kind"] == kind:
                 return found
     return {}
 
 
-def _environment(config: RunConfig, data: dict[str, Any]) -> dict[str, Any]:
-    here = surroundings()
-    more = {"system": platform.platform(), "threads": torch.get_num_threads()}
-    return {
-        "id": secrets.token_hex(8),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "seed": config.seed,
-        **here,
-        "machine": {**here["machine"], **more},
-        "data": data,
-    }
-
-
 def surroundings() -> dict[str, Any]:
-    """Where and how this process runs."""
+    """Versions, machine and command of this process."""
     return {
         "versions": {
             "grape-pe": __version__, "torch": torch.__version__, "python": platform.python_version(),

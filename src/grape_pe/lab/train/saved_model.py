@@ -1,4 +1,4 @@
-"""The end of a run: its weights as a Hugging Face directory, with the tokenizer; and finding them again."""
+"""Saving the trained model as a Hugging Face directory with its tokenizer, and loading it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .run_directory import CONFIG, read_config
 
 
 def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed: Feed, among: World) -> None:
-    """Gather the weights and write them once, on the first rank."""
+    """Gather the weights and write them on the first rank."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not among.first:
         return
@@ -31,7 +31,7 @@ def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed:
             from ..data import hf_tokenizer
 
             hf_tokenizer(feed.directory).save_pretrained(str(directory))
-    except Exception as problem:  # a full disk is an error of their own in safetensors and tokenizers
+    except Exception as problem:  # safetensors and tokenizers have their own errors for a full disk
         raise LabError(
             f"cannot write {directory}: {cause(problem)}; "
             "the checkpoints are complete; fix this and continue with --resume"
@@ -39,7 +39,7 @@ def export_final(model: nn.Module, config: DecoderConfig, directory: Path, feed:
 
 
 def load_model(path: str | os.PathLike[str]) -> Decoder:
-    """The decoder of a run (its end or its newest checkpoint), of a checkpoint, or of a model directory.
+    """The decoder of a run (its final model or newest checkpoint), of a checkpoint, or of a model directory.
 
     Args:
         path: a run, a checkpoint or a model directory.
@@ -67,14 +67,14 @@ def load_model(path: str | os.PathLike[str]) -> Decoder:
 def _loaded(place: Path) -> Decoder:
     try:
         return load_decoder(place)
-    except Exception as problem:  # also of safetensors, and of what a wrong config.json leads to
+    except Exception as problem:  # of safetensors, or of a wrong config.json
         raise LabError(
             f"cannot load the model in {place}: {cause(problem)}; restore its files, or name a checkpoint"
         ) from None
 
 
 def tokenizer_directory(path: str | os.PathLike[str]) -> Path:
-    """Where the tokenizer of such a model lies."""
+    """The directory of the model's tokenizer; `path` as for `load_model`."""
     path = Path(path)
     for place in (path, path / "final", path.parent.parent / "final"):
         if (place / "tokenizer.json").exists():

@@ -1,4 +1,4 @@
-"""The model on its ranks: compiled block by block, then replicated (ddp) or sharded (fsdp)."""
+"""Compilation of blocks, and replication (ddp) or sharding (fsdp) of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=F
 
 
 def spread(model: nn.Module, settings: TrainSection, among: World) -> nn.Module:
-    """The model as the ranks share it: whole on one, replicated (ddp) or sharded (fsdp) on several."""
+    """The model on one rank, or replicated (ddp) or sharded (fsdp) on several."""
     model.to(among.device)
     model.gradient_checkpointing = settings.recompute  # type: ignore[assignment]
     if settings.compile:
@@ -35,13 +35,16 @@ def spread(model: nn.Module, settings: TrainSection, among: World) -> nn.Module:
             model, device_ids=None if among.device.type == "cpu" else [among.device]
         )
     assert isinstance(model, Decoder)
-    return shard(model, _mesh(settings.shard or among.size, among), half=settings.precision == "bf16")
+    # sharded over groups of ranks and replicated over the groups
+    shape = (among.size // (settings.shard or among.size), settings.shard or among.size)
+    mesh = init_device_mesh(among.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return shard(model, mesh, half=settings.precision == "bf16")
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each block's `forward`, so that the hooks of FSDP stay outside of its graph.
+    """Compile each block's `forward`, which keeps the hooks of FSDP outside the graph.
 
-    All blocks of a `Decoder` share one graph, which also takes less time than compiling the model whole.
+    All blocks of a `Decoder` share one graph, which compiles faster than the whole model.
     """
     if not isinstance(model, Decoder):
         model.compile(backend=backend)
@@ -51,17 +54,18 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def shard(model: Decoder, mesh: DeviceMesh, half: bool) -> Decoder:
-    """FSDP2: a unit each block, one for the encodings of all layers, one for the rest.
+    """FSDP2 with one unit per block, one for the encodings of all layers, and one for the rest.
 
-    With `half`, weights are gathered and multiplied in bfloat16 and gradients are summed in float32. The
-    encodings' parameters stay float32: a rounded frequency is another frequency. They are gathered once, at
-    the start of the trunk, so that no collective stands inside a block.
+    With `half`, weights are gathered and multiplied in bfloat16 and gradients are summed in float32. Parameters of
+    encodings stay float32, as rounding would change frequencies. They are gathered once, at the start of the trunk,
+    so that blocks have no collective of their own.
 
-    Units are made from the outside in, because `fully_shard` leaves out modules that are units already,
-    with all their parameters.
+    Units are made from the outside in: `fully_shard` excludes modules that are units already.
     """
     policy, trunk = HALF if half else FULL, model.model
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=_of_blocks(model) | _of_encodings(model))
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, ignored_params={*trunk.layers.parameters()} | _of_encodings(model)
+    )
     others = set(trunk.parameters()) - _of_encodings(model)
     if _of_encodings(model):
         fully_shard(trunk, mesh=mesh, mp_policy=FULL, ignored_params=others, reshard_after_forward=False)
@@ -70,24 +74,14 @@ def shard(model: Decoder, mesh: DeviceMesh, half: bool) -> Decoder:
     return model
 
 
-def _of_blocks(model: Decoder) -> set[nn.Parameter]:
-    return set(model.model.layers.parameters())
-
-
 def _of_encodings(model: Decoder) -> set[nn.Parameter]:
-    """Asked for again after each `fully_shard`, which replaces parameters."""
+    """Parameters of encodings; `fully_shard` replaces them, so this is called again after it."""
     return {p for part in model.modules() if isinstance(part, Encoding) for p in part.parameters()}
-
-
-def _mesh(shard: int, among: World) -> DeviceMesh:
-    """Sharded over groups of `shard` ranks, replicated over the groups: one group is plain FSDP."""
-    shape = (among.size // shard, shard)
-    return init_device_mesh(among.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 @contextmanager
 def gradients_exchanged(model: nn.Module, now: bool) -> Iterator[None]:
-    """Exchange gradients in this backward pass, or leave them to a later one (accumulation)."""
+    """Exchange gradients in this backward pass, or accumulate them for a later one."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         yield

@@ -1,4 +1,4 @@
-"""Sequences that several ranks share (`train.context_parallel`): what is refused, each rank's tokens, what is sent."""
+"""Sequences shared by several ranks (`train.context_parallel`): checks, each rank's tokens, messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 4
 
 
 class SharedBatches:
-    """Batches of which each rank of a group has its part of every row."""
+    """Batches of which each rank of a group has a part of every row."""
 
     def __init__(self, whole: Batches, parallel: ContextParallel) -> None:
         self.whole, self.parallel = whole, parallel
@@ -37,28 +37,28 @@ class SharedBatches:
 
 
 def check_shareable(config: RunConfig) -> None:
-    """Refuse what `ContextParallel` would refuse in the first step."""
+    """Refuse settings that `ContextParallel` would refuse in the first step."""
     ranks, length = config.train.context_parallel, config.data.sequence
     if config.data.source.startswith("task:"):
-        raise LabError(f"{SETTING} is for text, got data.source {config.data.source}; leave it at 1")
+        raise LabError(f"{SETTING} needs text, got data.source {config.data.source}; leave it at 1")
     if length % (2 * ranks) or length < 4 * ranks:
         raise LabError(
-            f"data.sequence must be a multiple of {2 * ranks}, two chunks of at least 2 tokens for each of the "
-            f"{ranks} ranks of {SETTING}, got {length}"
+            f"data.sequence must be a multiple of {2 * ranks} and at least {4 * ranks} (two chunks for each of the "
+            f"{ranks} ranks of {SETTING}), got {length}"
         )
     model = config.decoder(1)
     windows = [layer.window for layer in model.by_layer if layer.window is not None]
     refused = {"model.window": windows, "data.documents": config.data.documents}
     for name in (name for name, given in refused.items() if given):
         raise LabError(
-            f"{SETTING} has causal attention over whole sequences, without {name}; leave one of them out"
+            f"{SETTING} supports causal attention over whole sequences, without {name}; leave one of them out"
         )
     for layer in {each.encoding: number for number, each in enumerate(model.by_layer)}.values():
         encoded(model.build_encoding(layer))
 
 
 def encoded(encoding: Encoding) -> Encoded:
-    """What an encoding makes of a few tokens; refused if its sequences cannot be shared."""
+    """The encoding of a few tokens; refused if its sequences cannot be shared."""
     data = sample(encoding, batch=1, tokens=TOKENS)
     try:
         code = encoding(data.q, data.k, x=data.x, v=data.v, positions=data.positions)
@@ -72,7 +72,7 @@ def encoded(encoding: Encoding) -> Encoded:
 
 @dataclass(frozen=True)
 class Circulating:
-    """Bytes of one token in the blocks that go from rank to rank: keys with values, and their gradients in float32."""
+    """Bytes per token in the blocks sent from rank to rank: keys with values, and their float32 gradients."""
 
     keys: int = 0
     gradients: int = 0
@@ -81,18 +81,18 @@ class Circulating:
         return Circulating(self.keys + other.keys, self.gradients + other.gradients)
 
     def sent(self, ranks: int, recompute: bool) -> int:
-        """By a rank for each token it holds: blocks pass all other ranks, and gradients return to their own."""
+        """Bytes that a rank sends per token: blocks pass all other ranks, and gradients return."""
         passes = 3 if recompute else 2
         return passes * (ranks - 1) * self.keys + ranks * self.gradients
 
     @property
-    def held(self) -> int:
-        """At once: a block, its copy for the message, and the coming one before and after it is cut into tensors."""
+    def buffered(self) -> int:
+        """Bytes in memory: a block, its copy to send, and the received one before and after splitting."""
         return 4 * self.keys + 3 * self.gradients
 
 
 def circulating(encoding: Encoding, size: int) -> list[Circulating]:
-    """Of one layer: of its attention, and of the probes that go round before it if its bias has paths.
+    """Of the attention of one layer, and of the probes sent before it if its bias has paths.
 
     Args:
         encoding: of the layer.

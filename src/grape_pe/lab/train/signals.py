@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: finish the step, save, leave."""
+"""SIGTERM and Ctrl-C: finish the step, save, exit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StopSignals:
-    """While this context is open, the first signal only sets `received`; a second Ctrl-C acts at once."""
+    """Within this context a signal only sets `received`; a second Ctrl-C raises KeyboardInterrupt."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -28,12 +28,12 @@ class StopSignals:
             signal.signal(number, handler)
 
     def counts(self) -> list[int]:
-        """1 for the signal received here, 0 for the others: what ranks add up to agree."""
+        """1 for the signal received here, 0 for the others; ranks agree on their sum."""
         return [int(self.received == number) for number in self.SIGNALS]
 
     @classmethod
     def named(cls, counts: list[float]) -> int:
-        """The signal that some rank received, or 0."""
+        """The signal that any rank received, or 0."""
         return next((int(number) for number, count in zip(cls.SIGNALS, counts, strict=True) if count), 0)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
-"""How long a step should take on a GPU, from its data sheet and four assumptions. An estimate: not measured.
+"""Estimated time of a step on a GPU, from its data sheet and four assumptions.
 
 - Matrix products reach the share `products` of the peak, for large products in bfloat16.
-- Everything else waits for memory, at 80 % of its bandwidth.
-- Messages travel at 70 % of the link, and all of them hide behind computation if they are shorter.
-- Nodes have eight GPUs; beyond them, messages take the network.
+- Everything else is bound by memory, at 80 % of its bandwidth.
+- Messages reach 70 % of the link and overlap with computation.
+- Nodes have eight GPUs; messages between nodes take the network.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MEMORY_SHARE, LINK_SHARE, NODE = 0.8, 0.7, 8
 
 @dataclass(frozen=True)
 class Work:
-    """What one process does in a step. `near` bytes go round `group` ranks, `far` bytes across all `ranks`, and
-    `ring` bytes round the `sharing` ranks of a sequence."""
+    """Work of one process in a step. `near` bytes are sent in a group of `group` ranks, `far` bytes among all `ranks`,
+    `ring` bytes among the `sharing` ranks of a sequence."""
 
     flops: float
     moved: float
@@ -50,7 +50,7 @@ class GPU:
         return max(self.computing(work), self.sending(work))
 
 
-#: by a word in the device's name: SXM modules with 80 GB (H200: 141, B200: 180)
+#: SXM modules by a word in the device's name
 GPUS = {
     "A100": GPU(312e12, 2.0e12, 300e9, 25e9, 0.6),
     "H100": GPU(989e12, 3.35e12, 450e9, 50e9, 0.55),

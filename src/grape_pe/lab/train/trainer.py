@@ -2,8 +2,8 @@
 
     outcome = train(load("small", {"model.encoding": "grape-ap"}), "runs/ap")
 
-The batch of a step depends on the seed and the step alone and nothing else is random, so a run that was
-killed and continued is the run that was not, to the last bit, on the same kind and number of processes.
+The batch of a step depends on the seed and the step alone, and nothing else is random: a run that is killed and
+continued gives the same weights, to the last bit, as one that is not, on the same kind and number of processes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .sharding import gradients_exchanged, spread
 from .sharing import SharedBatches
 from .signals import StopSignals
 from .unread import Taken, Unread
-from .validation import batch_loss, validation_loss
+from .validation import batch_loss, mean_loss
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after `step` steps, by itself or by a signal; figures of this process's share.
+    """The result of a run; figures are those of this process.
 
     Args:
         directory: the run's directory.
@@ -57,7 +57,7 @@ class Outcome:
         tokens_per_second: training speed.
         seconds: time spent in training.
         peak_memory_bytes: largest memory of this process.
-        signal: the signal that stopped the run; 0 if it ended by itself.
+        signal: the signal that stopped the run, or 0.
     """
 
     directory: Path
@@ -85,12 +85,12 @@ def train(
         out: the run's directory.
         resume: continue from the newest checkpoint in `out`; without a checkpoint, start fresh.
         quiet: no progress line.
-        start: begin from this checkpoint of another run, which must have run as this one would have.
+        start: begin from this checkpoint of another run with the same settings so far.
     """
     _check_installed(config)
     with world(Path(out)) as among:
         check_split(config, among.size)
-        config.decoder(1)  # a wrong encoding is told before any data are read
+        config.decoder(1)  # refuse a wrong encoding before reading data
         directory = RunDirectory(out)
         among.check(lambda: directory.check(config, resume=resume))
         feed = open_feed(config, among)
@@ -99,27 +99,21 @@ def train(
             among.check(lambda: directory.open(config, feed.identity, resume=resume))
             return Trainer(config, directory.path, feed, among, quiet, start).run()
         except OSError as failed:
-            raise LabError(_stopped_by(failed, directory.path)) from None
+            raise LabError(
+                f"cannot read or write {failed.filename or out}: {failed.strerror or failed}; "
+                "the checkpoints are complete; fix this and continue with --resume"
+            ) from None
         finally:
             directory.close()
 
 
 def _check_installed(config: RunConfig) -> None:
-    """What a run needs only later is asked for at its beginning."""
-    later = ["safetensors", "tokenizers", "transformers", *["tensorboard"] * config.log.tensorboard]
-    for module in later:
+    """Refuse a run whose later steps would lack a package."""
+    for module in ("safetensors", "tokenizers", "transformers", *["tensorboard"] * config.log.tensorboard):
         if find_spec(module) is None:
             require(module, "lab")
     if config.log.wandb:
         require("wandb", "wandb")
-
-
-def _stopped_by(problem: OSError, directory: Path) -> str:
-    where = problem.filename or directory
-    return (
-        f"cannot read or write {where}: {problem.strerror or problem}; "
-        "the checkpoints are complete; fix this and continue with --resume"
-    )
 
 
 class Trainer:
@@ -128,14 +122,8 @@ class Trainer:
     saves_frozen = True  # whether checkpoints hold parameters that are not trained
 
     def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        feed: Feed,
-        among: World,
-        quiet: bool,
-        start: Path | None = None,
-    ) -> None:
+        self, config: RunConfig, directory: Path, feed: Feed, among: World, quiet: bool, start: Path | None = None
+    ) -> None:  # fmt: skip
         self.config, self.directory, self.feed, self.world, self.quiet = config, directory, feed, among, quiet
         self.batches = feed.batches if among.parallel is None else SharedBatches(feed.batches, among.parallel)
         self.decoder = self._build()
@@ -147,18 +135,13 @@ class Trainer:
         )
         self.checkpoints.clean()
         self.progress = self.checkpoints.restore(self.model, self.optimizer, start)
-        self.metrics: Metrics | None = None
-        if among.first:
-            self.metrics = self._open_metrics()
-        self.line = ProgressLine(
-            f"{config.name} {config.model.encoding}",
-            self.progress.step,
-            config.train.steps,
-            quiet or not among.first,
-        )
+        self.metrics = self._open_metrics() if among.first else None
+        title = f"{config.name} {config.model.encoding}"
+        self.line = ProgressLine(title, self.progress.step, config.train.steps, quiet or not among.first)
+        self.validated = ""
         self.tokens, self.seconds, self.speed = 0, 0.0, 0.0
         self.unread, self.last = Unread(among.device), Taken(0, math.nan, math.nan)
-        #: 1 once a loss or a gradient was not finite: no later step is applied either
+        #: 1 after a loss or gradient that is not finite: later steps are not applied
         self.broken = torch.zeros((), device=among.device)
         self.profile = Profile(directory, config.log.profile, among)
 
@@ -180,7 +163,7 @@ class Trainer:
         stopped = 0
         kept = freed_memory_kept() if self.world.device.type == "cpu" else nullcontext()
         try:
-            # to the end: a cluster may ask twice, also while this saves
+            # signals are handled to the end: a cluster may send two, also while this saves
             with kept, StopSignals() as signals, PausedCollector() as self.collector, self.profile:
                 stopped = self._train(signals)
                 self._save()
@@ -191,10 +174,14 @@ class Trainer:
             self.line.close()
             if self.metrics is not None:
                 self.metrics.close()
-        return self._outcome(stopped)
+        return Outcome(
+            directory=self.directory, step=self.progress.step, validation_loss=self.progress.validation_loss,
+            best_loss=self.progress.best_loss, tokens_per_second=self.tokens / max(self.seconds, 1e-9),
+            seconds=self.seconds, peak_memory_bytes=peak_memory(self.world.device), signal=stopped,
+        )  # fmt: skip
 
     def _train(self, signals: StopSignals) -> int:
-        """Steps up to the last, over again after a rise of the loss; returns the signal that asks to stop, or 0."""
+        """All remaining steps, going back after a rise of the loss; returns the signal that stops, or 0."""
         while True:
             try:
                 return self._steps(signals)
@@ -212,7 +199,7 @@ class Trainer:
         return 0
 
     def _go_back(self, rise: Rise) -> None:
-        """Go on from the last checkpoint before a rise, with the batches after it."""
+        """Continue from the last checkpoint before a rise, with the batches after it."""
         self.checkpoints.go_back(rise, self.progress.rollbacks, self.config.train.rollbacks)
         self.progress = self.checkpoints.restore(self.model, self.optimizer)
         self.broken.zero_()
@@ -227,13 +214,13 @@ class Trainer:
         export_final(self.model, self.decoder.config, self.directory / "final", self.feed, self.world)
 
     def _rows(self, _step: int) -> list[range]:
-        """The rows of this rank's group in a batch, in pieces of `micro_batch`."""
+        """The rows of this rank's group in a batch, split into micro-batches."""
         share = self.world.rows(self.config.train.batch)
         size = self.config.train.micro_batch or len(share)
         return [range(start, min(start + size, share.stop)) for start in range(share.start, share.stop, size)]
 
     def _train_step(self, step: int, parts: list[Batch], signals: StopSignals) -> int:
-        """One optimizer step with all that follows it; returns the signal that asks to stop, or 0."""
+        """One optimizer step, logging, validation and checkpoint; returns the signal that stops, or 0."""
         done, settings = step + 1, self.config.train
         rate = learning_rate(step, settings)
         with self.profile.of(done):
@@ -247,7 +234,8 @@ class Trainer:
             self._read()
         if logs:
             self._log(done, rate)
-        self.line.show(done, self.last.loss, self.speed, last=done == settings.steps)
+        status = f"loss {self.last.loss:.4f}{self.validated}  {self.speed:,.0f} tokens/s"
+        self.line.show(done, status, last=done == settings.steps)
         if validates:
             self._validate(done)
         if done % (settings.checkpoint_every or settings.steps) == 0 or done in settings.checkpoint_at:
@@ -258,10 +246,10 @@ class Trainer:
         return done == self.config.train.steps or (every > 0 and done % every == 0)
 
     def _update(self, step: int, parts: list[Batch], rate: float, signals: StopSignals) -> int:
-        """Gradients of the global batch and one step along them; returns the signal that asks to stop, or 0.
+        """Gradients of the global batch and one step along them; returns the signal that stops, or 0.
 
-        The host reads nothing from the device here, so that it can queue the next step meanwhile: ranks agree
-        through the host's memory, and loss and norm stay `unread`.
+        The host does not wait for the device here, so that it can queue the next step: ranks agree through host
+        memory, and loss and norm stay on the device in `unread`.
         """
         self.model.train()
         self.unread.begin()
@@ -286,9 +274,9 @@ class Trainer:
         return StopSignals.named(asked)
 
     def _apply(self, loss: Tensor, norm: Tensor) -> None:
-        """Step the optimizer, unless the device finds a number that is not finite, or too large a gradient.
+        """Step the optimizer, unless loss or gradient is not finite or the gradient too large.
 
-        `found_inf` is how a fused AdamW leaves weights, moments and step counts as they are, as for GradScaler.
+        With `found_inf` (as for GradScaler) a fused AdamW leaves weights, moments and step counts unchanged.
         """
         self.broken = torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float())
         above = norm > (self.config.train.skip_above or math.inf)
@@ -297,7 +285,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _read(self) -> None:
-        """Look at the steps since the last time: stop or go back if they must not count, record skipped ones."""
+        """Read losses and norms of the latest steps: stop or go back on divergence, record skipped steps."""
         limit = self.config.train.skip_above or math.inf
         taken, tokens, seconds = self.unread.read()
         if self.config.train.rollback_above:
@@ -311,7 +299,7 @@ class Trainer:
             self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
 
     def _look_for_a_rise(self, taken: list[Taken]) -> None:
-        """Raise it, as the first rank sees it, on all; else remember the losses."""
+        """Raise the first rank's `Rise` on all ranks; otherwise keep the losses."""
         seen, rise = look(self.progress.recent, taken, self.config.train.rollback_above)
         self.progress = replace(self.progress, recent=seen)
         noticed, *numbers = self.world.of_first(rise is not None, *(rise.args if rise else (0, 0, 0, 0)))
@@ -333,23 +321,24 @@ class Trainer:
         )
 
     def _validate(self, done: int) -> None:
-        """Mean loss of the fixed validation set, and what the encoding has learned."""
-        loss = self._validation_loss()
-        best = self.progress.best_loss
+        """Mean loss of the validation set, and statistics of the encoding."""
+        loss, best = self._validation_loss(), self.progress.best_loss
         self.progress = replace(self.progress, validation_loss=loss)
         if best is None or loss < best:
             self.progress = replace(self.progress, best_loss=loss, best_step=done)
-        self.line.validated(loss)
+        self.validated = f"  validation {loss:.4f}"
         sample = self.feed.batches.validation(range(1)).tokens
-        held = sample.shape[1] // self.world.sharing  # no rank has memory for more
-        values = encoding_summary(self.decoder, sample[:, :held].to(self.world.device))
+        fitting = sample.shape[1] // self.world.sharing  # a rank's share of the memory
+        values = encoding_summary(self.decoder, sample[:, :fitting].to(self.world.device))
         if self.metrics is not None:
             self.metrics.write("validation", done, {"loss": loss})
             self.metrics.write("encoding", done, {"values": values})
 
     def _validation_loss(self) -> float:
         self.model.eval()
-        return validation_loss(self._loss, self.batches, self.config.train, self.world)
+        settings = self.config.train
+        size = settings.micro_batch or max(1, settings.batch // self.world.groups)
+        return mean_loss(self._loss, self.batches, settings.eval_sequences, size, self.world)
 
     def _save(self) -> None:
         if self.progress.step > 0:
@@ -358,18 +347,10 @@ class Trainer:
     def _log(self, done: int, rate: float) -> None:
         if self.metrics is None:
             return
-        speed = self.speed
-        peak = peak_flops(self.world.device)
+        speed, peak = self.speed, peak_flops(self.world.device)
         self.metrics.write("train", done, {
             "loss": self.last.loss, "lr": rate, "grad_norm": self.last.norm,
             "tokens": done * self.config.tokens_per_step, "tokens_per_second": speed,
             "mfu": None if peak is None or self.flops is None else self.flops * speed / (peak * self.world.size),
             "memory_bytes": peak_memory(self.world.device),
         })  # fmt: skip
-
-    def _outcome(self, stopped: int) -> Outcome:
-        return Outcome(
-            directory=self.directory, step=self.progress.step, validation_loss=self.progress.validation_loss,
-            best_loss=self.progress.best_loss, tokens_per_second=self.tokens / max(self.seconds, 1e-9),
-            seconds=self.seconds, peak_memory_bytes=peak_memory(self.world.device), signal=stopped,
-        )  # fmt: skip

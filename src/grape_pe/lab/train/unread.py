@@ -1,4 +1,4 @@
-"""Losses and gradient norms that are still on the device, until someone wants to see them."""
+"""Losses and gradient norms that stay on the device until they are needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Taken(NamedTuple):
-    """A step, the mean loss of its batch and the norm of its gradient before clipping."""
+    """A step, its mean loss and its gradient norm before clipping."""
 
     step: int
     loss: float
@@ -18,7 +18,7 @@ class Taken(NamedTuple):
 
 
 class Unread:
-    """Steps since the last `read`, which copies their numbers to the host at once and waits for the device."""
+    """Steps since the last `read`, which waits for the device and copies their numbers to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class Unread:
         self.tokens, self.began = 0, 0.0
 
     def begin(self) -> None:
-        """A step begins; the clock starts with the first one after a `read`."""
+        """Start the clock, at the first step after a `read`."""
         if not self.steps:
             self.began = time.perf_counter()
 
@@ -40,7 +40,7 @@ class Unread:
         self.tokens += tokens
 
     def read(self) -> tuple[list[Taken], int, float]:
-        """What was taken, its tokens, and the seconds from the first step to now."""
+        """The steps, their tokens, and the seconds since the first of them began."""
         found = torch.stack(self.numbers).tolist() if self.numbers else []
         taken = [Taken(step, loss, norm) for step, (loss, norm) in zip(self.steps, found, strict=True)]
         tokens, seconds = self.tokens, max(time.perf_counter() - self.began, 1e-9)

@@ -1,4 +1,4 @@
-"""The loss of a part of a batch, and the mean loss of the fixed validation set over all ranks."""
+"""The loss of a batch, and the mean loss of the validation set over all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..config import TrainSection
 from ..data import Batch, Batches
 from .distributed import World
 
@@ -20,7 +19,7 @@ def batch_loss(model: nn.Module, part: Batch, count: float, precision: str, amon
     def moved(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or among.device.type == "cpu":
             return tensor
-        return tensor.pin_memory().to(among.device, non_blocking=True)  # else the host would wait
+        return tensor.pin_memory().to(among.device, non_blocking=True)
 
     given: dict[str, Any] = {
         "targets": moved(part.targets),
@@ -37,19 +36,18 @@ def batch_loss(model: nn.Module, part: Batch, count: float, precision: str, amon
 
 
 @torch.no_grad()
-def validation_loss(
-    loss_of: Callable[[Batch, float], Tensor], batches: Batches, settings: TrainSection, among: World
+def mean_loss(
+    loss_of: Callable[[Batch, float], Tensor], batches: Batches, rows: int, size: int, among: World
 ) -> float:
-    """The mean over all tokens of the first `eval_sequences` rows."""
-    total = min(batches.validation_rows, settings.eval_sequences or batches.validation_rows)
+    """Mean over the targets of the first `rows` validation rows (0: all), `size` rows at a time on each group."""
+    total = min(batches.validation_rows, rows or batches.validation_rows)
     share, largest = among.rows(total), -(-total // among.groups)
-    size = settings.micro_batch or max(1, settings.batch // among.groups)
     summed, count = torch.zeros((), dtype=torch.float64, device=among.device), 0
     for first in range(share.start, share.start + largest, size):
-        rows = range(first, min(first + size, share.stop))
-        part = batches.validation(rows or range(1))
+        own = range(first, min(first + size, share.stop))
+        part = batches.validation(own or range(1))
         loss = loss_of(part, 1.0)  # also without rows: sharded models compute together
-        if rows:
+        if own:
             summed += loss.double()
             count += int((part.targets >= 0).sum())
     whole, predicted = among.total(summed, count)

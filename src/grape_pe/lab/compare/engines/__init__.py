@@ -1,4 +1,4 @@
-"""Where runs are made: on this machine, on a Ray cluster, or by Slurm."""
+"""Engines of runs: this machine, a Ray cluster, or Slurm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Engine", "Local", "Lost", "Resources", "Work", "open_engine"]
 
 
 def open_engine(on: str, folder: Path, slurm: Mapping[str, str]) -> Engine:
-    """The engine of this name; refuses an unknown one, or one that is not installed, and writes nothing.
+    """The engine of this name; refuses an unknown one, or one that is not installed.
 
     Args:
         on: "local", "ray", "ray://auto", "ray://HOST:PORT" or "slurm".

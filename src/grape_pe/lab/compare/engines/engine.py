@@ -1,4 +1,4 @@
-"""What `grape compare` asks of the place where its runs are made: submit a command line, poll it, cancel it."""
+"""The interface of an engine: submit a command line, poll it, cancel it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Resources:
-    """What each run has. Both are part of its result: sums depend on threads and ranks in the last bit.
+    """Resources per run. Results depend on both in the last bit.
 
     Args:
-        threads: of torch on the CPU, in each process.
-        gpus: one process each; 0 for one process on the CPU.
+        threads: CPU threads of torch in each process.
+        gpus: GPUs, one process each; 0 for one process on the CPU.
     """
 
     threads: int
@@ -31,12 +31,12 @@ class Work:
     """One run: `python ARGUMENTS`.
 
     Args:
-        name: its directory, from that of the comparison.
+        name: its directory, relative to that of the comparison.
         title: its name in messages.
         arguments: of the interpreter.
-        log: takes what it prints; the directory exists on every machine.
-        resources: what it needs.
-        progress: how far it is; another value each time a lost run has got further.
+        log: file of its output, in a directory that exists on every machine.
+        resources: of the run.
+        progress: returns its progress, to tell whether a lost run had advanced.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Work:
 
 
 class Lost(Exception):
-    """The machine or the process that a run was on is gone, or had to end it: the run is to be made again."""
+    """The machine or process of a run is gone; the run is to be repeated."""
 
 
 class Engine(ABC):
-    """An engine is a context: it is connected while runs are made, and only then."""
+    """An engine is a context manager, connected while runs are made."""
 
     def __enter__(self) -> Self:
         return self
@@ -62,19 +62,19 @@ class Engine(ABC):
 
     @abstractmethod
     def resources(self, jobs: int, threads: int | None, gpus: int | None) -> Resources:
-        """Fill in what was not given (None) for `jobs` runs at once (0: as many as fit)."""
+        """Resources with defaults for None, for `jobs` parallel runs (0: as many as fit)."""
 
     @abstractmethod
     def room(self, resources: Resources) -> int | None:
-        """How many runs fit at once; None if the engine has a queue of its own."""
+        """Number of parallel runs that fit; None if the engine has its own queue."""
 
     @abstractmethod
     def submit(self, work: Work) -> Any:
-        """Begin a run, or put it into the engine's queue; returns what `poll` and `cancel` take."""
+        """Start or queue a run; returns a handle for `poll` and `cancel`."""
 
     @abstractmethod
     def poll(self, handle: Any) -> int | None:
-        """The exit code of a run, or None until it has ended; raises Lost."""
+        """The exit code of a run, or None while it is running; raises Lost."""
 
     @abstractmethod
     def cancel(self, handle: Any, force: bool = False) -> None:

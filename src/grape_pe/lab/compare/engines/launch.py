@@ -1,4 +1,4 @@
-"""Start a run as a process of its own. The standard library alone: engines send these functions to other machines."""
+"""Start a run as a separate process. Uses the standard library alone, as engines send it to other machines."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-#: begins the line that heads the output of each attempt
+#: prefix of the first line of each attempt's output
 ATTEMPT = "=== "
-#: seconds that a run has to save and end
+#: seconds for a run to save and end
 GRACE = 60.0
 
 
 def start(
     arguments: Sequence[str], log: Path, directory: str, changes: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """`python ARGUMENTS` in `directory`, with its output at the end of `log`.
+    """`python ARGUMENTS` in `directory`, with its output appended to `log`.
 
-    Ctrl-C in the terminal does not reach it. Its standard input is a pipe that closes when this process ends,
-    however it ends: the run ends with it.
+    Ctrl-C in the terminal does not reach it. Its standard input is a pipe that closes when this process ends, which
+    ends the run.
     """
     with log.open("a") as output:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -36,7 +36,7 @@ def start(
 
 
 def run(arguments: Sequence[str], log: Path, directory: str, changes: Mapping[str, str]) -> int:
-    """The same, waited for: returns the exit code. An exception meanwhile, as engines raise to cancel, stops it."""
+    """Start, wait and return the exit code. An exception, as engines raise to cancel, stops the run."""
     if not log.parent.is_dir() or not os.path.isdir(directory):
         raise FileNotFoundError(
             f"{socket.gethostname()} has no {log.parent} or no {directory}: run grape compare in a directory, and "

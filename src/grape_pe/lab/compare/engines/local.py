@@ -1,4 +1,4 @@
-"""Runs are processes on this machine."""
+"""Runs as processes on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Running:
 
 
 class Local(Engine):
-    """Each run takes the GPUs of the lowest place that is free."""
+    """Each run gets the GPUs of the lowest free place."""
 
     def __init__(self) -> None:
         self.running: list[_Running] = []
@@ -30,7 +30,7 @@ class Local(Engine):
         gpus = min(1, there) if gpus is None else gpus
         if gpus > there:
             raise LabError(
-                f"--gpus-per-job {gpus}: this machine has {there}; give at most that, or another --on"
+                f"--gpus-per-job must be at most {there}, the GPUs of this machine, got {gpus}; or give another --on"
             )
         together = jobs or (there // gpus if gpus else available_cores())
         return Resources(max(1, available_cores() // together) if threads is None else threads, gpus)
@@ -64,7 +64,7 @@ def available_cores() -> int:
 
 
 def _devices(place: int, gpus: int) -> str:
-    """The GPUs of a place, of those that this process may use; more places than GPUs share them."""
+    """The GPUs of a place among those visible here; more places than GPUs share them."""
     there = torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
     return ",".join(names[(place * gpus + number) % there] for number in range(gpus))

@@ -1,4 +1,4 @@
-"""Runs are tasks of a Ray cluster: one that is there, or one that is started on this machine."""
+"""Runs as tasks of an existing Ray cluster, or of one that is started on this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .remote import STOPPED, Remote, changes
 
 
 class OnRay(Remote):
-    """A run takes its threads as Ray's CPUs; which node it is on is Ray's choice.
+    """A run requests its threads as CPUs of Ray, which chooses the node.
 
     Args:
-        address: HOST:PORT of Ray's client server, "auto" for the cluster of this machine, or "" for that or, if
-            there is none, one that is started.
+        address: HOST:PORT of Ray's client server, "auto" for the cluster of this machine, or "" to start one if
+            there is none.
     """
 
     def __init__(self, address: str) -> None:
@@ -27,16 +27,20 @@ class OnRay(Remote):
         self.ray: Any = require("ray", "ray")
 
     def __enter__(self) -> Self:
-        # as newer versions of Ray have it; without this they warn
+        # the default of newer versions of Ray, which otherwise warn
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = {"": None, "auto": "auto"}.get(self.address, f"ray://{self.address}")
         options = {} if address else {"include_dashboard": False}
         try:
             self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except (ConnectionError, RuntimeError, ValueError) as problem:
-            reason = str(problem).strip().rpartition("\n")[2]  # what comes before may be a traceback of the server
+            reason = (
+                str(problem).strip().rpartition("\n")[2]
+            )  # before it there may be a traceback of the server
             raise LabError(f"cannot connect to Ray at {address or 'this machine'}: {reason}") from None
-        self.ray.cloudpickle.register_pickle_by_value(launch)  # so that Ray's workers import nothing of ours
+        self.ray.cloudpickle.register_pickle_by_value(
+            launch
+        )  # so that Ray's workers need not import grape_pe
         self.task = self.ray.remote(max_retries=0)(launch.run)
         return self
 
@@ -65,5 +69,5 @@ class OnRay(Remote):
         return code
 
     def cancel(self, handle: Any, force: bool = False) -> None:
-        with suppress(ConnectionError, self.ray.exceptions.RayError):  # of a cluster that is gone
+        with suppress(ConnectionError, self.ray.exceptions.RayError):  # the cluster may be gone
             self.ray.cancel(handle, force=force)

@@ -1,4 +1,4 @@
-"""Runs are Slurm jobs, submitted by submitit."""
+"""Runs as Slurm jobs, submitted by submitit."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .engine import Lost, Work
 from .launch import run
 from .remote import STOPPED, Remote, changes
 
-#: what cannot be given with --slurm, and what says it instead
+#: parameters that --slurm refuses, with the reason or the option to use
 FIXED = {
     "cpus_per_task": "--threads", "gpus_per_node": "--gpus-per-job", "gpus_per_task": "--gpus-per-job",
-    "nodes": "a run has one node", "ntasks_per_node": "a run has one task", "job_name": "the run's name is taken",
+    "nodes": "a run has one node", "ntasks_per_node": "a run has one task", "job_name": "it is the run's name",
     "dependency": "runs do not depend on one another",
 }  # fmt: skip
-#: the jobs submitted so far, by the name of the run
+#: submitted jobs by name of the run
 SUBMITTED = "submitted.json"
 AGAIN = "remove it if no job of this comparison is queued or running (squeue)"
-#: seconds between questions to Slurm about a job that was cancelled
+#: seconds between polls of a cancelled job
 PAUSE = 5.0
 
 
 class OnSlurm(Remote):
-    """A run takes its threads as CPUs of one task on one node. Jobs outlive this process, and are found again.
+    """A run requests its threads as CPUs of one task on one node. Jobs outlive this process, which finds them again.
 
     Args:
         folder: for submitit's files, on shared storage.
-        parameters: of sbatch, in words: time (needed), partition, gres, mem, account, qos, constraint, setup, …
+        parameters: of sbatch: time (required), partition, gres, mem, account, qos, constraint, setup, …
     """
 
     def __init__(self, folder: Path, parameters: Mapping[str, str]) -> None:
@@ -46,9 +46,11 @@ class OnSlurm(Remote):
             raise LabError(f"--slurm cluster must be slurm, or local to try it here, got {self.cluster!r}")
         for name, instead in FIXED.items():
             if name in self.parameters:
-                raise LabError(f"--slurm {name} cannot be given: {instead}")
+                raise LabError(f"--slurm {name} is not allowed ({instead}); leave it out")
         if "time" not in self.parameters:
-            raise LabError("--on slurm needs --slurm time=MINUTES (or D-HH:MM:SS), the limit of one job")
+            raise LabError(
+                "--on slurm needs the time limit of a job: give --slurm time=MINUTES (or D-HH:MM:SS)"
+            )
         self.minutes = minutes(self.parameters.pop("time"))
         if self.cluster == "local" and self.parameters:
             raise LabError(
@@ -86,7 +88,7 @@ class OnSlurm(Remote):
         return read_json(path, AGAIN) if path.exists() else {}
 
     def _settings(self, work: Work) -> dict[str, Any]:
-        """Parameters of submitit's executor; those that it does not know go to sbatch as they are."""
+        """Parameters of submitit's executor; unknown ones are passed to sbatch."""
         if self.cluster == "local":
             gpus = {"gpus_per_node": work.resources.gpus} if work.resources.gpus else {}
             return {"timeout_min": self.minutes, **gpus}
@@ -123,7 +125,7 @@ class OnSlurm(Remote):
         return code
 
     def _asks(self, handle: Any) -> bool:
-        """Whether to ask Slurm now, not when submitit finds it due: about a job that was cancelled, every so often."""
+        """Whether to query Slurm now instead of on submitit's schedule: every `PAUSE` seconds for a cancelled job."""
         due = self.cancelled.get(handle.job_id)
         if due is None or time.monotonic() < due:
             return False
@@ -136,16 +138,12 @@ class OnSlurm(Remote):
 
 
 def minutes(text: str) -> int:
-    """Slurm's ways to write a time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    """Minutes of a time in Slurm's notation: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None:
         raise LabError(f"--slurm time must be minutes, H:MM:SS or D-HH:MM:SS, got {text!r}")
     days, *rest = (int(part or 0) for part in found.groups())
     first, second, third = rest
-    if found[1] is not None:
-        seconds = ((days * 24 + first) * 60 + second) * 60 + third
-    elif found[4] is not None:
-        seconds = (first * 60 + second) * 60 + third
-    else:
-        seconds = first * 60 + second
-    return max(1, -(-seconds // 60))
+    if found[1] is None and found[4] is None:  # M or M:S
+        first, second, third = 0, first, second
+    return max(1, -(-(((days * 24 + first) * 60 + second) * 60 + third) // 60))

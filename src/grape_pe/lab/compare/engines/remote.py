@@ -1,4 +1,4 @@
-"""What engines on other machines have in common."""
+"""Common parts of engines on other machines."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import os
 from ...errors import LabError
 from .engine import Engine, Resources
 
-#: exit codes of a run that saved because it was asked to, and those of one that could not
+#: exit codes of a run that was asked to end, after saving or before
 STOPPED = (130, 143, -2, -15)
 
 
 class Remote(Engine):
-    """The engine queues what does not fit; what its machines have is not known here."""
+    """The engine has its own queue; its machines are not known here."""
 
     def resources(self, jobs: int, threads: int | None, gpus: int | None) -> Resources:
         if gpus is None:
             raise LabError(
-                "--on needs the number of GPUs of a run where it is not this machine: "
-                "give --gpus-per-job with 1 or more, or 0 to train on CPUs"
+                "--on ray and --on slurm need --gpus-per-job: give the GPUs per run, or 0 to train on CPUs"
             )
         return Resources(1 if threads is None else threads, gpus)
 
@@ -27,6 +26,6 @@ class Remote(Engine):
 
 
 def changes(resources: Resources) -> dict[str, str]:
-    """What a run's environment has besides that of its machine: it finds modules of the user's own there too."""
+    """Environment variables of a run: the user's PYTHONPATH, and no GPUs if it requests none."""
     paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     return paths if resources.gpus else {**paths, "CUDA_VISIBLE_DEVICES": ""}
