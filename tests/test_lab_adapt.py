@@ -243,7 +243,7 @@ def test_biases_alone_are_reached_by_fading_the_rotation(material, tmp_path, mon
     update = AdaptTrainer._update
 
     def watched(self, step, *rest):
-        strengths.append(self.begun.pretrained.config.rotation)
+        strengths.append(self.adapted.pretrained.config.rotation)
         return update(self, step, *rest)
 
     def killed(self, done, *rest):

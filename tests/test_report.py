@@ -199,7 +199,7 @@ def test_a_loss_that_is_no_number_is_a_diverged_run(finished, value):
         ("runs/rope-s1/metrics.jsonl", 'oops\n{"kind": "train", "step": 1, "loss": 2}\n', "it is not JSON"),
         ("runs/rope-s1/metrics.jsonl", '{"kind": "train"}\n', "line 1 has no kind and step"),
         ("runs/rope-s2/picture.json", '{"version": 1}', "cannot be drawn"),
-        ("results.jsonl", '{"seed": 0}\n', "label: Field required"),
+        ("results.jsonl", '{"seed": 0}\n', "it has no label"),
         ("compare.json", '{"arms": [{"label": "rope"}]}', "arms.0.encoding: "),
     ],
 )

@@ -143,16 +143,19 @@ def _shared(answer: Callable[..., list[Any]], among: World) -> Callable[[Sequenc
     """A method of lm_eval's model with the requests shared among ranks and all answers on each."""
 
     def answered(requests: Sequence[Any]) -> list[Any]:
-        documents: dict[
-            Any, int
-        ] = {}  # answers to one question share their prompt, so a rank gets all of them
-        numbers = [documents.setdefault((each.task_name, each.doc_id), len(documents)) for each in requests]
-        mine = [i for i, number in enumerate(numbers) if number % among.size == among.rank]
+        mine = _own(requests, among)
         found = answer([requests[i] for i in mine], disable_tqdm=not among.first) if mine else []
         every = dict(chain.from_iterable(among.gathered(list(zip(mine, found, strict=True)))))
         return [every[i] for i in range(len(requests))]
 
     return answered
+
+
+def _own(requests: Sequence[Any], among: World) -> list[int]:
+    """This rank's requests: all of every `size`-th document, as the answers to one question share their prompt."""
+    documents: dict[Any, int] = {}
+    numbers = [documents.setdefault((each.task_name, each.doc_id), len(documents)) for each in requests]
+    return [i for i, number in enumerate(numbers) if number % among.size == among.rank]
 
 
 def check_tasks(
@@ -181,16 +184,16 @@ def _task_manager(tasks: Sequence[str], include: str | os.PathLike[str] | None) 
         if set(tasks) <= set(local.all_tasks):
             return local
     manager = index(include_path=None if include is None else str(include))
-    for name in tasks:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = (
-                f"did you mean {', '.join(near)}?"
-                if near
-                else "give the directory of its file with --include"
-            )
-            raise EvaluationError(f"lm_eval has no task {name!r}; {hint}")
+    _check_tasks(tasks, manager.all_tasks)
     return manager
+
+
+def _check_tasks(tasks: Sequence[str], known: Sequence[str]) -> None:
+    for name in tasks:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "give its file's directory with --include"
+            raise EvaluationError(f"lm_eval has no task {name!r}; {hint}")
 
 
 def _score(found: dict[str, Any], name: str) -> TaskScore:
