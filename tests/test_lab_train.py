@@ -59,7 +59,7 @@ def test_freed_memory_is_given_back_after_a_run():
     """Megabytes beyond the start: within the run, after it, and after the same work again."""
     code = """
 import os, torch
-from grape_pe.lab.train.allocator import freed_memory_kept
+from grape_pe.lab.train.memory import freed_memory_kept
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 def work():

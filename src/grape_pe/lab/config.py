@@ -40,36 +40,29 @@ Checked = TypeVar("Checked", bound=Section)
 class ModelSection(Section):
     """The decoder. 0 stands for a default that depends on other settings."""
 
-    encoding: str | list[str] = Field(
-        "rope", description="a name, several joined by +, or a list that repeats over the layers"
-    )
-    encoding_options: dict[str, Any] = Field({}, description="options of the encoding, as YAML: {period: 64}")
-    window: int | list[int | None] | None = Field(
-        None, description="tokens a token sees; a list repeats over the layers"
-    )
-    sinks: Natural = Field(0, description="first tokens visible outside the window")
-    kv_shift: bool = Field(False, description="mix each key and value with the previous one")
+    encoding: str | list[str] = "rope"  #: a name, several joined by +, or a list that repeats over the layers
+    encoding_options: dict[str, Any] = {}  #: options of the encoding, as YAML: {period: 64}
+    window: int | list[int | None] | None = None  #: tokens a token sees; a list repeats over the layers
+    sinks: Natural = 0  #: first tokens visible outside the window
+    kv_shift: bool = False  #: mix each key and value with the previous one
     width: Positive = 128
     layers: Positive = 4
     heads: Positive = 4
-    kv_heads: Natural = Field(0, description="0: as many as heads")
-    head_dim: Natural = Field(0, description="0: width / heads")
-    hidden: Natural = Field(0, description="features inside the SwiGLU; 0: floor(8/3 width)")
-    vocab_size: Natural = Field(0, description="0: the tokenizer's, rounded up to a multiple of 64")
-    shared_encoding: bool = Field(False, description="one encoding for all layers")
-    qk_norm: bool | Literal["after"] = Field(
-        True,
-        description="learned RMSNorm of queries and keys; after: after the rotation, as the authors' code has it",
-    )
-    output_norm: bool = Field(False, description="RMSNorm of each head's attention output")
-    output_gate: bool = Field(False, description="multiply the attention output by sigmoid(W x)")
+    kv_heads: Natural = 0  #: 0: as many as heads
+    head_dim: Natural = 0  #: 0: width / heads
+    hidden: Natural = 0  #: features inside the SwiGLU; 0: floor(8/3 width)
+    vocab_size: Natural = 0  #: 0: the tokenizer's, rounded up to a multiple of 64
+    shared_encoding: bool = False  #: one encoding for all layers
+    #: learned RMSNorm of queries and keys; after: after the rotation, as the authors' code has it
+    qk_norm: bool | Literal["after"] = True
+    output_norm: bool = False  #: RMSNorm of each head's attention output
+    output_gate: bool = False  #: multiply the attention output by sigmoid(W x)
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    tied: bool = Field(True, description="one matrix for embedding and head")
+    tied: bool = True  #: one matrix for embedding and head
 
-    absolute: Literal["sinusoidal", "learned"] | None = Field(
-        None, description="absolute positions added to the embeddings; with encoding nope these alone"
-    )
-    max_positions: Natural = Field(0, description="rows of learned positions; 0: data.sequence")
+    #: absolute positions added to the embeddings; with encoding nope these alone
+    absolute: Literal["sinusoidal", "learned"] | None = None
+    max_positions: Natural = 0  #: rows of learned positions; 0: data.sequence
 
     def decoder(self, vocab_size: int = 0, sequence: int = 0) -> DecoderConfig:
         """Configuration of the model; `vocab_size` and `sequence` of the data are the defaults."""
@@ -93,49 +86,44 @@ class ModelSection(Section):
 class DataSection(Section):
     """The data."""
 
-    source: str = Field(
-        "builtin", description="builtin, a directory made by grape data prepare, or task:NAME"
-    )
-    tokenizer: str = Field("bpe-2048", description="of the built-in corpus: bytes or bpe-N")
-    task_options: dict[str, Any] = Field({}, description="options of the task, as YAML")
-    sequence: Positive = Field(256, description="tokens of a training sequence")
-    documents: bool = Field(False, description="attention stays inside each document")
+    source: str = "builtin"  #: builtin, a directory made by grape data prepare, or task:NAME
+    tokenizer: str = "bpe-2048"  #: of the built-in corpus: bytes or bpe-N
+    task_options: dict[str, Any] = {}  #: options of the task, as YAML
+    sequence: Positive = 256  #: tokens of a training sequence
+    documents: bool = False  #: attention stays inside each document
 
 
 class TrainSection(Section):
     """The optimisation; defaults are the paper's."""
 
     steps: Positive = 1000
-    batch: Positive = Field(16, description="sequences of an optimizer step, over all ranks")
-    micro_batch: Natural = Field(0, description="micro-batch per GPU; 0 means no accumulation")
+    batch: Positive = 16  #: sequences of an optimizer step, over all ranks
+    micro_batch: Natural = 0  #: micro-batch per GPU; 0 means no accumulation
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     min_lr: NonNegative = 3e-5
-    warmup: Natural = Field(100, description="steps of linear warm-up")
-    schedule: Literal["cosine", "wsd"] = Field("cosine", description="wsd: warm-up, stable, decay")
-    decay: Fraction = Field(0.2, description="share of the steps in which wsd decays")
+    warmup: Natural = 100  #: steps of linear warm-up
+    schedule: Literal["cosine", "wsd"] = "cosine"  #: wsd: warm-up, stable, decay
+    decay: Fraction = 0.2  #: share of the steps in which wsd decays
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    weight_decay: NonNegative = Field(0.01, description="on everything but norms")
-    clip: NonNegative = Field(1.0, description="largest gradient norm; 0: no clipping")
-    skip_above: NonNegative = Field(0.0, description="skip steps with a larger gradient norm; 0: none")
-    rollback_above: NonNegative = Field(
-        0.0,
-        description=f"go back when {RISE} losses in a row exceed this multiple of the median before; 0: never",
-    )
-    rollbacks: Positive = Field(3, description="most rollbacks of a run; then it stops")
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16: autocast, or under fsdp bf16 copies of the weights, which stay float32"
-    )
-    compile: bool = Field(False, description="torch.compile, block by block")
-    recompute: bool = Field(False, description="activation checkpointing: less memory, a third more time")
-    strategy: Literal["ddp", "fsdp"] = Field("ddp", description="how ranks share the model")
-    shard: Natural = Field(0, description="ranks a model is sharded over (fsdp); 0: all; fewer: hybrid")
-    context_parallel: Positive = Field(1, description="ranks that share each sequence")
-    eval_every: Natural = Field(100, description="steps between validations; 0: only at checkpoints")
-    eval_sequences: Natural = Field(64, description="sequences of the fixed validation set; 0: all")
-    checkpoint_every: Natural = Field(200, description="steps; 0: only at the end")
-    checkpoint_at: list[Positive] = Field([], description="steps whose checkpoints are written and kept")
-    keep: Positive = Field(2, description="newest checkpoints kept, besides the best")
+    weight_decay: NonNegative = 0.01  #: on everything but norms
+    clip: NonNegative = 1.0  #: largest gradient norm; 0: no clipping
+    skip_above: NonNegative = 0.0  #: skip steps with a larger gradient norm; 0: none
+    #: go back when RISE losses in a row exceed this multiple of the median before; 0: never
+    rollback_above: NonNegative = 0.0
+    rollbacks: Positive = 3  #: most rollbacks of a run; then it stops
+    #: bf16: autocast, or under fsdp bf16 copies of the weights, which stay float32
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False  #: torch.compile, block by block
+    recompute: bool = False  #: activation checkpointing: less memory, a third more time
+    strategy: Literal["ddp", "fsdp"] = "ddp"  #: how ranks share the model
+    shard: Natural = 0  #: ranks a model is sharded over (fsdp); 0: all; fewer: hybrid
+    context_parallel: Positive = 1  #: ranks that share each sequence
+    eval_every: Natural = 100  #: steps between validations; 0: only at checkpoints
+    eval_sequences: Natural = 64  #: sequences of the fixed validation set; 0: all
+    checkpoint_every: Natural = 200  #: steps; 0: only at the end
+    checkpoint_at: list[Positive] = []  #: steps whose checkpoints are written and kept
+    keep: Positive = 2  #: newest checkpoints kept, besides the best
 
     @model_validator(mode="after")
     def _agree(self) -> TrainSection:
@@ -159,10 +147,10 @@ class TrainSection(Section):
 class LogSection(Section):
     """Logging."""
 
-    every: Positive = Field(1, description="steps between lines of metrics.jsonl")
+    every: Positive = 1  #: steps between lines of metrics.jsonl
     tensorboard: bool = True
-    profile: Natural = Field(0, description="trace three steps from this one on, in RUN/profile; 0: none")
-    wandb: str = Field("", description="a Weights & Biases project; empty: none")
+    profile: Natural = 0  #: trace three steps from this one on, in RUN/profile; 0: none
+    wandb: str = ""  #: a Weights & Biases project; empty: none
 
 
 class RunConfig(Section):

@@ -43,24 +43,26 @@ def adapt_results(runs: Mapping[str, Path]) -> Results:
     """The runs as arms of a comparison, and the model before training as another arm."""
     arms: list[ArmResults] = []
     scores: dict[str, Scores] = {}
-    recipes: list[Recipe] = []
     for label, place in runs.items():
-        config = read_config(place, AdaptConfig)
-        assert isinstance(config, AdaptConfig)
-        if not arms:
-            arms.append(_arm(BEFORE, _unscaled(runs), config, 0))
+        config = config_of(place)
+        if not arms:  # the model before training: of a run that began with its logits, if there is one
+            same = (path for path in runs.values() if not scaled(config_of(path)))
+            arms.append(_arm(BEFORE, next(same, place), config, 0))
         arms.append(_arm(label, place, config, config.train.steps))
-        scores |= dict(_scores(label, place))
-        recipes.append(_recipe(place, config))
-    return Results(tuple(arms), (recipes[0],), (), (), scores)
+        scores |= {f"{label} {name.rpartition('-')[2]}": each for name, each in read_lm_scores(place).items()}
+    place = next(iter(runs.values()))
+    first = config_of(place)
+    where = read_json(place / ENVIRONMENT, AGAIN)
+    recipe = Recipe(
+        first.adapt.source, flat(first), (first.seed,), where["machine"], where["versions"], where["command"]
+    )
+    return Results(tuple(arms), (recipe,), (), (), scores)
 
 
-def _unscaled(runs: Mapping[str, Path]) -> Path:
-    """A run that began with the logits of the pretrained model, or the first if all rescale frequencies."""
-    for place in runs.values():
-        if not scaled(read_config(place, AdaptConfig)):  # type: ignore[arg-type]
-            return place
-    return next(iter(runs.values()))
+def config_of(place: Path) -> AdaptConfig:
+    config = read_config(place, AdaptConfig)
+    assert isinstance(config, AdaptConfig)
+    return config
 
 
 def _arm(label: str, place: Path, config: AdaptConfig, step: int) -> ArmResults:
@@ -68,10 +70,7 @@ def _arm(label: str, place: Path, config: AdaptConfig, step: int) -> ArmResults:
     fields: dict[str, Any] = {"label": label, "seed": config.seed, "train_length": config.adapt.context}
     if label != BEFORE:
         cost = read_json(place / RESULT, AGAIN)
-        fields |= {
-            "tokens_per_second": cost["tokens_per_second"],
-            "peak_memory_bytes": float(cost["peak_memory_bytes"]),
-        }
+        fields |= {name: float(cost[name]) for name in ("tokens_per_second", "peak_memory_bytes")}
     found = place / PASSKEY.format("before" if label == BEFORE else "after")
     if found.is_file():
         fields["passkey"] = read_json(found, AGAIN)["scores"]
@@ -93,21 +92,8 @@ def _lines(results: Results) -> Iterator[dict[str, Any]]:
         yield evaluation.model_dump(mode="json", exclude_defaults=True)
 
 
-def _scores(label: str, place: Path) -> Iterator[tuple[str, Scores]]:
-    for name, each in read_lm_scores(place).items():
-        yield f"{label} {name.rpartition('-')[2]}", each
-
-
-def _recipe(place: Path, config: AdaptConfig) -> Recipe:
-    where = read_json(place / ENVIRONMENT, AGAIN)
-    return Recipe(
-        config.adapt.source, flat(config.model_dump()), (config.seed,), where["machine"], where["versions"],
-        where["command"],
-    )  # fmt: skip
-
-
 def adapt_page(results: Results, learned: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """The page as HTML."""
     looks = styles(results.arms)
     made = {table.key: table_html(table, looks) for table in tables(results)}
     answer = (

@@ -24,22 +24,20 @@ PASSKEY = "passkey-{}.json"
 class AdaptSection(Section):
     """Settings of an adapted run beside those of a training run."""
 
-    source: str = Field(description="the pretrained model: its directory or GGUF file")
-    identity: str = Field(description="names and sizes of its files")
-    context: Positive = Field(description="context of the pretrained model in tokens")
-    method: Method = Field("new", description="what is trained: new parameters, LoRA as well, or all")
-    lora: Natural = Field(0, description="rank of LoRA")
-    own_lr: float = Field(0.0, description="learning rate of LoRA's or the model's own parameters")
-    factors: list[Positive] = Field(list(FACTORS), description="evaluated lengths, in contexts of the model")
-    eval_tokens: Positive = Field(
-        1 << 14, description="predictions at each evaluated length, and the longest"
-    )
-    tasks: list[str] = Field([], description="language tasks to score before and after")
+    source: str  #: the pretrained model: its directory or GGUF file
+    identity: str  #: names and sizes of its files
+    context: Positive  #: context of the pretrained model in tokens
+    method: Method = "new"  #: what is trained: new parameters, LoRA as well, or all
+    lora: Natural = 0  #: rank of LoRA
+    own_lr: float = 0.0  #: learning rate of LoRA's or the model's own parameters
+    factors: list[Positive] = Field(list(FACTORS))  #: evaluated lengths, in contexts of the model
+    eval_tokens: Positive = 1 << 14  #: predictions at each evaluated length, and the longest
+    tasks: list[str] = Field([])  #: language tasks to score before and after
     task_data: str = ""
-    task_limit: Natural = Field(0, description="questions of each task; 0: all")
-    passkey: Natural = Field(0, description="passkey texts per length and depth")
+    task_limit: Natural = 0  #: questions of each task; 0: all
+    passkey: Natural = 0  #: passkey texts per length and depth
     export: bool = False
-    fade: Natural = Field(0, description="steps over which the rotation is removed; 0: it stays")
+    fade: Natural = 0  #: steps over which the rotation is removed; 0: it stays
 
     @property
     def lengths(self) -> list[int]:

@@ -24,14 +24,13 @@ WRITTEN = re.compile(r"(?P<encoding>\[[^\[\]]+\]|[^\[\]]+?)(\[(?P<options>.*)\])
 class Arm(Section):
     """One arm of a comparison; the default label is its form on the command line."""
 
-    label: str = Field("", description="its name, also of its directories")
-    encoding: str | Annotated[list[str], Field(min_length=1)] = Field(
-        description="a name, several joined by +, or a list that repeats over the layers"
-    )
-    options: dict[str, Any] = Field({}, description="options of the encoding")
+    label: str = ""  #: its name, also of its directories
+    #: a name, several joined by +, or a list that repeats over the layers
+    encoding: str | Annotated[list[str], Field(min_length=1)]
+    options: dict[str, Any] = Field({})  #: options of the encoding
     kv_shift: bool = False
-    model: dict[str, Any] = Field({}, description="model settings of this arm")
-    train: dict[str, Any] = Field({}, description="training settings of this arm")
+    model: dict[str, Any] = Field({})  #: model settings of this arm
+    train: dict[str, Any] = Field({})  #: training settings of this arm
 
     @model_validator(mode="before")
     @classmethod

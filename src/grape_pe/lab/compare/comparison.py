@@ -38,17 +38,17 @@ class Comparison(Section):
     recipe: RunConfig
     arms: Annotated[list[Arm], Field(min_length=1)]
     seeds: Positive = 1
-    language: bool = Field(True, description="train on text; without it only the tasks")
-    budgets: list[Positive] = Field([], description="tokens at which the loss is also measured")
-    sweep: list[Rate] = Field([], description="learning rates tried for each arm on seed 0")
-    validation_tokens: Positive = Field(100_000, description="predictions of the loss at the end of a run")
-    evaluation_tokens: Positive = Field(65536, description="predictions at each length of the evaluation")
-    tasks: list[str] = Field([], description="probes of length generalisation")
+    language: bool = True  #: train on text; without it only the tasks
+    budgets: list[Positive] = Field([])  #: tokens at which the loss is also measured
+    sweep: list[Rate] = Field([])  #: learning rates tried for each arm on seed 0
+    validation_tokens: Positive = 100_000  #: predictions of the loss at the end of a run
+    evaluation_tokens: Positive = 65536  #: predictions at each length of the evaluation
+    tasks: list[str] = Field([])  #: probes of length generalisation
     probe: RunConfig
-    task_samples: Positive = Field(64, description="examples of each length and split")
-    task_factors: list[Positive] = Field(list(FACTORS), description="test lengths, in training lengths")
-    note: str = Field("", description="text below the results")
-    evidence: str = Field("", description="name of shipped results to show below these")
+    task_samples: Positive = 64  #: examples of each length and split
+    task_factors: list[Positive] = Field(list(FACTORS))  #: test lengths, in training lengths
+    note: str = ""  #: text below the results
+    evidence: str = ""  #: name of shipped results to show below these
 
     def check(self) -> None:
         """Refuse an unknown encoding, task or setting before anything is trained."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LabError
@@ -19,12 +18,6 @@ PATIENCE = 5
 #: prefix of the line with which a run refuses to continue
 REFUSAL = "grape: "
 KEPT = "finished work is kept; run the same command again"
-
-
-@dataclass
-class _Running:
-    work: Work
-    handle: Any
 
 
 class _Losses:
@@ -50,22 +43,22 @@ def run_side_by_side(
     A run that is lost with its machine is repeated. A run that fails cancels the others, which save, and raises
     LabError. One that is stopped by a signal, or Ctrl-C, cancels the others and raises KeyboardInterrupt.
     """
-    waiting, running, losses, due = list(works), list[_Running](), _Losses(), 0.0
+    waiting, running, losses, due = list(works), list[tuple[Work, Any]](), _Losses(), 0.0
     try:
         while waiting or running:
             while waiting and (places is None or len(running) < places):
-                running.append(_Running(waiting[0], engine.submit(waiting[0])))
+                running.append((waiting[0], engine.submit(waiting[0])))
                 waiting.pop(0)
             for each in list(running):
-                code, lost = _ended(engine, each)
-                if code is None and lost is None:
+                work, ended = each[0], _ended(engine, each[1])
+                if ended is None:
                     continue
                 running.remove(each)
-                if lost is not None:
-                    losses.note(each.work, lost)
-                    waiting.insert(0, each.work)
-                elif code:
-                    raise KeyboardInterrupt if code in (130, 143) else LabError(_why(each.work, code))
+                if isinstance(ended, Lost):
+                    losses.note(work, ended)
+                    waiting.insert(0, work)
+                elif ended:
+                    raise KeyboardInterrupt if ended in (130, 143) else LabError(_why(work, ended))
             if time.monotonic() >= due:
                 tick()
                 due = time.monotonic() + TICK
@@ -75,12 +68,12 @@ def run_side_by_side(
         _stop(engine, running)
 
 
-def _ended(engine: Engine, each: _Running) -> tuple[int | None, Lost | None]:
-    """The exit code of a run or the reason of its loss; both are None while it is running."""
+def _ended(engine: Engine, handle: Any) -> int | Lost | None:
+    """The exit code of a run or the reason of its loss; None while it is running."""
     try:
-        return engine.poll(each.handle), None
+        return engine.poll(handle)
     except Lost as why:
-        return None, why
+        return why
 
 
 def _why(work: Work, code: int) -> str:
@@ -99,21 +92,21 @@ def _why(work: Work, code: int) -> str:
     return f"{work.title}: its process ended with code {code}{last}; see {work.log}; {KEPT}"
 
 
-def _stop(engine: Engine, running: Sequence[_Running]) -> None:
+def _stop(engine: Engine, running: Sequence[tuple[Work, Any]]) -> None:
     """Ask the remaining runs to save and end, and wait; a second Ctrl-C ends them at once."""
     try:
-        for each in running:
-            engine.cancel(each.handle)
+        for _, handle in running:
+            engine.cancel(handle)
         until = time.monotonic() + GRACE + 30
-        while any(not _over(engine, each) for each in running) and time.monotonic() < until:
+        while any(not _over(engine, handle) for _, handle in running) and time.monotonic() < until:
             time.sleep(LOOK)
     except KeyboardInterrupt:
-        for each in running:
-            engine.cancel(each.handle, force=True)
+        for _, handle in running:
+            engine.cancel(handle, force=True)
         raise
 
 
-def _over(engine: Engine, each: _Running) -> bool:
+def _over(engine: Engine, handle: Any) -> bool:
     with suppress(LabError):
-        return _ended(engine, each) != (None, None)
+        return _ended(engine, handle) is not None
     return True

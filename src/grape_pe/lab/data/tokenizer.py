@@ -40,7 +40,7 @@ class TextTokenizer:
         self.inner.encode_special_tokens = True  # text that spells <|endoftext|> must not end a document
         self.inner.no_truncation()  # a saved tokenizer may truncate or pad
         self.inner.no_padding()
-        self.vocab_size = _vocab_size(inner)
+        self.vocab_size = 1 + max(inner.get_vocab().values(), default=-1)  # ids may have gaps
         self.eos: int = inner.token_to_id(end)
         # The library takes a second per megabyte for plain bytes; numpy takes none.
         self._bytes = self.vocab_size == 257 and inner.get_vocab() == _byte_vocabulary() | {end: 256}
@@ -126,11 +126,6 @@ def _byte_vocabulary() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _vocab_size(inner: Any) -> int:
-    """One more than the largest id: ids may have gaps."""
-    return 1 + max(inner.get_vocab().values(), default=-1)
 
 
 def _byte_level(model: Any, *, words: bool = True) -> Any:

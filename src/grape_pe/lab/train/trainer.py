@@ -25,13 +25,12 @@ from ..config import RunConfig
 from ..data import Batch, prefetch
 from ..errors import Diverged, LabError
 from ..progress import ProgressLine
-from .allocator import freed_memory_kept
 from .checkpoint import Checkpoints
-from .collector import PausedCollector
 from .distributed import World, check_split, world
 from .encoding_metrics import encoding_summary, whole
 from .estimate import flops_per_token, peak_flops, peak_memory
 from .feed import Feed, open_feed
+from .memory import PausedCollector, freed_memory_kept
 from .metrics import Metrics
 from .optimization import adamw, initialise, learning_rate
 from .profile import Profile

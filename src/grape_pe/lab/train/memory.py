@@ -1,11 +1,13 @@
-"""Memory allocation of a run on a CPU."""
+"""Memory of a training run: glibc's allocator on a CPU, and Python's garbage collector."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 #: parameters of glibc's mallopt, the values that disable them, and its own values after large tensors were freed
 M_TRIM_THRESHOLD, NEVER, TRIM = -1, -1, 64 << 20
@@ -31,3 +33,26 @@ def freed_memory_kept() -> Iterator[None]:
         libc.mallopt(M_TRIM_THRESHOLD, TRIM)
         libc.mallopt(M_MMAP_THRESHOLD, MMAP)
         libc.malloc_trim(0)
+
+
+class PausedCollector:
+    """Within this context garbage is collected only by `after`, every `EVERY` steps: on all ranks at the same step, so
+    that no rank waits for another's collection."""
+
+    EVERY = 50
+
+    def __enter__(self) -> Self:
+        self.enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()  # exempt what exists now from later collections
+        gc.disable()
+        return self
+
+    def after(self, done: int) -> None:
+        if done % self.EVERY == 0:
+            gc.collect(1)
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+        if self.enabled:
+            gc.enable()
