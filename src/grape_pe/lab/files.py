@@ -128,9 +128,8 @@ def typed(kind: type[Kind], values: Any, path: Path, remedy: str, why: str = "")
         error = problem.errors()[0]
         name = ".".join(map(str, error["loc"]))
         fault = f"{name}: {error['msg']}, got {error['input']!r:.60}"
-        raise damaged(
-            path, why + (f"it has no {name}" if error["type"] == "missing" else fault), remedy
-        ) from None
+        fault = f"it has no {name}" if error["type"] == "missing" else fault
+        raise damaged(path, why + fault, remedy) from None
 
 
 @cache

@@ -22,7 +22,7 @@ from ..train.feed import open_feed
 from ..train.run_directory import training_cost
 from ..train.saved_model import load_model
 from ..train.trainer import train
-from .budgets import branches
+from .budgets import Branch, branches
 from .comparison import AGAIN, EVALUATION, PICTURE, Comparison, Job, trials_of
 
 #: tokens of the validation text on which an encoding's picture is drawn
@@ -37,44 +37,31 @@ def run_job(job: Job, comparison: Comparison, root: Path) -> int:
     """Train and evaluate, or continue an earlier attempt; returns the signal that stopped it, or 0."""
     rate, tried = (None, []) if job.trial is not None else best_rate(job, comparison, root)
     directory, config = job.directory(root), job.config(comparison, rate)
-    language = job.task is None and job.trial is None
-    branched = list(branches(config, comparison.budgets)) if language else []
-    #: the run itself, then its budgets: settings, directory, checkpoint to start from
-    runs = [
-        (config, directory, None),
-        *((b.config, b.directory(directory), b.checkpoint(directory)) for b in branched),
-    ]
-    problems: list[str] = []  # of each run, empty if it did not diverge
-    for settings, place, start in runs:
-        try:
-            outcome = train(settings, place, resume=True, quiet=True, start=start)
-        except Diverged as problem:
-            problems.append(str(problem))
-            if place == directory:
-                break
-            continue
-        if outcome.signal:
-            return outcome.signal
-        problems.append("")
-    if first_rank():
-        found: dict[str, Any] = {"val_loss": None, "scores": [], "task": job.task, "error": problems[0]}
-        if not problems[0]:
-            found = _evaluated(job, directory, config, comparison)
-        if not problems[0] and language:
-            losses = [
-                {"tokens": each.tokens, "loss": None, "error": problem}
-                if problem
-                else {
-                    "tokens": each.tokens,
-                    "loss": _final_loss(each.directory(directory), config, comparison),
-                }
-                for each, problem in zip(branched, problems[1:], strict=True)
-            ]
-            whole = {"tokens": config.tokens_per_step * config.train.steps, "loss": found["val_loss"]}
-            found["budgets"] = [*losses, whole]
-        about = {**job.arm.model_dump(), "seed": job.seed, "lr": config.train.lr, "sweep": tried}
+    about: dict[str, Any] = {**job.arm.model_dump(), "seed": job.seed, "lr": config.train.lr, "sweep": tried}
+    signal, diverged = _train(config, directory)
+    budgets = (
+        comparison.budgets if job.task is None and job.trial is None and not (signal or diverged) else []
+    )
+    trained: list[tuple[Branch, str]] = []  # and why it diverged, if it did
+    for branch in branches(config, budgets):
+        if not signal:
+            start = branch.checkpoint(directory)
+            signal, problem = _train(branch.config, branch.directory(directory), start)
+            trained.append((branch, problem))
+    if not signal and first_rank():
+        found: dict[str, Any] = {"val_loss": None, "scores": [], "task": job.task, "error": diverged}
+        if not diverged:
+            found = _evaluated(job, directory, config, comparison, trained)
         write_json(directory / EVALUATION, about | found)
-    return 0
+    return signal
+
+
+def _train(config: RunConfig, directory: Path, start: Path | None = None) -> tuple[int, str]:
+    """The signal that stopped a run, or 0; and why it diverged, if it did."""
+    try:
+        return train(config, directory, resume=True, quiet=True, start=start).signal, ""
+    except Diverged as problem:
+        return 0, str(problem)
 
 
 def best_rate(job: Job, comparison: Comparison, root: Path) -> tuple[float | None, list[dict[str, Any]]]:
@@ -101,22 +88,30 @@ def _final_loss(directory: Path, config: RunConfig, comparison: Comparison) -> f
     return loss if math.isfinite(loss) else None
 
 
-def _evaluated(job: Job, directory: Path, config: RunConfig, comparison: Comparison) -> dict[str, Any]:
-    """Measurements of a trained run."""
+def _evaluated(
+    job: Job, directory: Path, config: RunConfig, comparison: Comparison, trained: list[tuple[Branch, str]]
+) -> dict[str, Any]:
+    """Measurements of a run and its budgets."""
     if job.task is not None and job.trial is None:
         task = build_task(job.task, **comparison.probe.data.task_options)
         lengths = [factor * task.length for factor in comparison.task_factors]
-        found = score(_model(directory), task, samples=comparison.task_samples, lengths=lengths)
-        return {"task": job.task, "scores": [asdict(each) | {"task": job.task} for each in found]}
-    loss = {"val_loss": _final_loss(directory, config, comparison)}
+        scores = score(_model(directory), task, samples=comparison.task_samples, lengths=lengths)
+        return {"task": job.task, "scores": [asdict(each) | {"task": job.task} for each in scores]}
+    found: dict[str, Any] = {"val_loss": _final_loss(directory, config, comparison)}
     if job.trial is not None:
-        return loss
+        return found
+    whole = {"tokens": config.tokens_per_step * config.train.steps, "loss": found["val_loss"]}
+    found["budgets"] = [
+        {"tokens": branch.tokens, "loss": None, "error": problem} if problem
+        else {"tokens": branch.tokens, "loss": _final_loss(branch.directory(directory), config, comparison)}
+        for branch, problem in trained
+    ] + [whole]  # fmt: skip
     model, place = _model(directory), open_feed(config, World()).directory
     assert place is not None
-    losses = evaluate_language(
+    found |= evaluate_language(
         model, open_dataset(place), config.data.sequence, tokens=comparison.evaluation_tokens
     )
     drawn = picture(model.cpu(), *first_words(place, PICTURE_TOKENS))
     write_text(directory / PICTURE, json.dumps(drawn))
     sizes = {"parameters": model.parameter_count(), "train_length": config.data.sequence}
-    return loss | sizes | training_cost(directory, config) | losses
+    return found | sizes | training_cost(directory, config)
