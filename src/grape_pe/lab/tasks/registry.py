@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import checked
 from ..errors import LabError
-from ..written import read_options
+from ..written import read_name
 from .base import Task
 from .copying import Copy, Reverse, SelectiveCopy, Sort
 from .counting import Count
@@ -36,9 +36,8 @@ def build_task(name: str, **options: Any) -> Task:
         name: one of `names()`, optionally with options in brackets, as in "mqar[pairs=4]".
         options: fields of the probe's class, such as length, shortest or pairs.
     """
-    written, (name, _, inner) = name, name.partition("[")
-    if inner:
-        options = {**options, **read_options(inner.removesuffix("]"), written)}
+    name, written = read_name(name)
+    options |= written
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose {', '.join(TASKS)}"

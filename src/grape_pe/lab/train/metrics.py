@@ -16,13 +16,8 @@ from .run_directory import METRICS, read_metrics, run_id
 
 
 class Metrics:
-    """Lines of {"kind", "step", …}. A run that continues from `step` first removes later lines.
-
-    Args:
-        directory, config: of the run.
-        step: the last one that counts.
-        rollbacks: of the run so far; each has a line of kind "rollback".
-    """
+    """Lines of {"kind", "step", …}. A run that continues from `step` first removes later lines, and each of its
+    rollbacks has a line of kind "rollback"."""
 
     def __init__(self, directory: Path, config: RunConfig, step: int, rollbacks: Sequence[Rollback]) -> None:
         self.path = directory / METRICS

@@ -17,21 +17,13 @@ from .unread import Taken
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return to the checkpoint of step `to`; the run continues with batch `batch`.
+    """A return to the checkpoint of step `to`; the run continues with batch `batch`."""
 
-    Args:
-        to: number of steps that are kept.
-        batch: the next batch, counted from 0.
-        noticed: the last step of the rise (from 1, as in metrics.jsonl).
-        loss: of that step; None if it was not finite.
-        median: of the losses before the rise.
-    """
-
-    to: int
-    batch: int
-    noticed: int
-    loss: float | None
-    median: float
+    to: int  #: number of steps that are kept
+    batch: int  #: the next batch, counted from 0
+    noticed: int  #: the last step of the rise (from 1, as in metrics.jsonl)
+    loss: float | None  #: of that step; None if it was not finite
+    median: float  #: of the losses before the rise
 
 
 class Rise(Exception):

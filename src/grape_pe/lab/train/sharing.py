@@ -94,9 +94,7 @@ class Circulating:
 def circulating(encoding: Encoding, size: int) -> list[Circulating]:
     """Of the attention of one layer, and of the probes sent before it if its bias has paths.
 
-    Args:
-        encoding: of the layer.
-        size: bytes of a number in keys and values; tensors of a bias are sent as they are.
+    Keys and values are sent in numbers of `size` bytes, tensors of a bias in their own dtype.
     """
     code, shape = encoded(encoding), encoding.shape
     keys = code.k.shape[1] * code.k.shape[3] + shape.kv_heads * shape.head_dim

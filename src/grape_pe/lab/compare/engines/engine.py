@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ...errors import LabError
+
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources per run. Results depend on both in the last bit.
+    """Resources per run. Results depend on both in the last bit."""
 
-    Args:
-        threads: CPU threads of torch in each process.
-        gpus: GPUs, one process each; 0 for one process on the CPU.
-    """
-
-    threads: int
-    gpus: int
+    threads: int  #: CPU threads of torch in each process
+    gpus: int  #: one process each; 0 for one process on the CPU
 
     @property
     def cpus(self) -> int:
@@ -28,23 +26,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Work:
-    """One run: `python ARGUMENTS`.
+    """One run: `python ARGUMENTS`."""
 
-    Args:
-        name: its directory, relative to that of the comparison.
-        title: its name in messages.
-        arguments: of the interpreter.
-        log: file of its output, in a directory that exists on every machine.
-        resources: of the run.
-        progress: returns its progress, to tell whether a lost run had advanced.
-    """
-
-    name: str
-    title: str
+    name: str  #: its directory, relative to that of the comparison
+    title: str  #: its name in messages
     arguments: tuple[str, ...]
-    log: Path
+    log: Path  #: file of its output, in a directory that exists on every machine
     resources: Resources
-    progress: Callable[[], object] = lambda: None
+    progress: Callable[[], object] = lambda: None  #: changes whenever the run has advanced
 
 
 class Lost(Exception):
@@ -79,3 +68,27 @@ class Engine(ABC):
     @abstractmethod
     def cancel(self, handle: Any, force: bool = False) -> None:
         """Ask a run to save and end, or end it at once; does not wait."""
+
+
+#: exit codes of a run that was asked to end, after saving or before
+STOPPED = (130, 143, -2, -15)
+
+
+class Remote(Engine):
+    """The engine has its own queue; its machines are not known here."""
+
+    def resources(self, jobs: int, threads: int | None, gpus: int | None) -> Resources:
+        if gpus is None:
+            raise LabError(
+                "--on ray and --on slurm need --gpus-per-job: give the GPUs per run, or 0 to train on CPUs"
+            )
+        return Resources(1 if threads is None else threads, gpus)
+
+    def room(self, resources: Resources) -> None:
+        return None
+
+
+def changes(resources: Resources) -> dict[str, str]:
+    """Environment variables of a run: the user's PYTHONPATH, and no GPUs if it requests none."""
+    paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    return paths if resources.gpus else {**paths, "CUDA_VISIBLE_DEVICES": ""}

@@ -10,8 +10,7 @@ from typing import Any, Self
 from ....extras import require
 from ...errors import LabError
 from . import launch
-from .engine import Lost, Work
-from .remote import STOPPED, Remote, changes
+from .engine import STOPPED, Lost, Remote, Work, changes
 
 
 class OnRay(Remote):

@@ -13,9 +13,8 @@ from typing import Any
 from ....extras import require
 from ...errors import LabError
 from ...files import read_json, write_json
-from .engine import Lost, Work
+from .engine import STOPPED, Lost, Remote, Work, changes
 from .launch import run
-from .remote import STOPPED, Remote, changes
 
 #: parameters that --slurm refuses, with the reason or the option to use
 FIXED = {
