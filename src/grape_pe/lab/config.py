@@ -6,6 +6,7 @@ config = load("small", {"model.encoding": "grape-ap", "train.steps": 500})
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from importlib import resources
@@ -165,10 +166,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _micro_batch_divides(self) -> RunConfig:
-        if self.train.micro_batch and self.train.batch % self.train.micro_batch:
+        batch, micro = self.train.batch, self.train.micro_batch
+        if micro and batch % micro:
             raise ValueError(
-                f"train.batch must be a multiple of train.micro_batch, got {self.train.batch} "
-                f"and {self.train.micro_batch}"
+                f"train.batch must be a multiple of train.micro_batch, got {batch} and {micro}; "
+                f"try --train.micro_batch {math.gcd(batch, micro)}"
             )
         return self
 
@@ -179,7 +181,7 @@ class RunConfig(Section):
         if self.train.rollback_above and kept < needed:
             raise ValueError(
                 "train.rollback_above needs a checkpoint from before a rise: (train.keep - 1) x "
-                f"train.checkpoint_every must be at least {needed}, got {kept}"
+                f"train.checkpoint_every must be at least {needed}, got {kept}; raise one of them"
             )
         return self
 

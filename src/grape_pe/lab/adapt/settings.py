@@ -62,7 +62,7 @@ def configured(wishes: Wishes, arm: Arm, source: str, identity: str, model: Any)
     factors = [f for f in sorted(set(wishes.lengths)) if f * context <= wishes.eval_tokens]
     if not factors:
         raise LabError(
-            f"--eval-tokens must be at least the model's context ({context}), got {wishes.eval_tokens}"
+            f"--eval-tokens must be at least the model's context, got {wishes.eval_tokens}; try --eval-tokens {context}"
         )
     own_rate = OWN_RATES[wishes.method] if wishes.own_lr is None else wishes.own_lr
     section = {

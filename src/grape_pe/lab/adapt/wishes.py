@@ -43,7 +43,9 @@ class Wishes:
 
     def __post_init__(self) -> None:
         if self.lora and self.train == "all":
-            raise LabError("--lora and --train all exclude each other: LoRA leaves the model's weights fixed")
+            raise LabError(
+                "--lora and --train all exclude each other (LoRA leaves the model's weights fixed); leave one out"
+            )
 
     @property
     def method(self) -> Method:

@@ -109,5 +109,6 @@ def _verify_shard(directory: Path, shard: Shard, vocab_size: int) -> None:
     digest = sha256_of(path)
     if digest != shard.sha256:
         raise LabError(
-            f"shard {path} has changed: its sha256 is {digest[:12]}…, the manifest says {shard.sha256[:12]}…"
+            f"shard {path} has changed: its sha256 is {digest[:12]}…, the manifest says {shard.sha256[:12]}…; "
+            "copy it again"
         )

@@ -65,10 +65,10 @@ def check_shard(path: Path) -> tuple[int, int]:
         with open(path, "rb") as file:
             start = file.read(HEADER_BYTES)
     except OSError as error:
-        raise LabError(f"cannot read shard {path}: {error.strerror or error}") from error
+        raise LabError(f"cannot read shard {path}: {error.strerror or error}; copy it again") from error
     if len(start) < HEADER_BYTES:
         raise LabError(
-            f"shard {path} is truncated: its header takes {HEADER_BYTES} bytes, the file has {size}"
+            f"shard {path} is truncated: its header takes {HEADER_BYTES} bytes, the file has {size}; copy it again"
         )
     magic, version, tokens = (int(number) for number in np.frombuffer(start, dtype="<i4")[:3])
     versions = dict(FORMATS.values())

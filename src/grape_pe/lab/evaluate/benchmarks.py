@@ -167,7 +167,9 @@ def check_tasks(
     if not tasks:
         raise EvaluationError(f"no task given; the paper's are {', '.join(PAPER_TASKS)}")
     if include is not None and data is not None:
-        raise EvaluationError("give --include (task files) or --data (questions), not both")
+        raise EvaluationError(
+            "--include (task files) and --data (questions) exclude each other; leave one out"
+        )
     if include is not None and not Path(include).is_dir():
         raise EvaluationError(f"--include must be a directory of task files, got {include}")
     if data is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,17 +165,26 @@ def check_split(config: RunConfig, size: int) -> None:
     train = config.train
     among, takers = train.context_parallel, f"{size} ranks"
     if size % among:
-        raise LabError(f"train.context_parallel must divide the number of ranks, got {among} for {size}")
+        raise LabError(
+            f"train.context_parallel must divide the number of ranks, got {among} for {size}; "
+            f"try --train.context_parallel {math.gcd(among, size)}"
+        )
     if among > 1:
         check_shareable(config)
         takers = f"{size // among} groups of {among} ranks"
     share, left = divmod(train.batch, size // among)
     if left:
-        raise LabError(f"train.batch must be a multiple of the {takers}, got {train.batch}")
+        raise LabError(
+            f"train.batch must be a multiple of the {takers}, got {train.batch}; "
+            f"try --train.batch {(share + 1) * (size // among)}"
+        )
     if train.micro_batch and share % train.micro_batch:
         raise LabError(
             f"each of {takers} takes {share} sequences, which train.micro_batch must divide, "
-            f"got {train.micro_batch}"
+            f"got {train.micro_batch}; try --train.micro_batch {math.gcd(share, train.micro_batch)}"
         )
     if train.strategy == "fsdp" and train.shard and size % train.shard:
-        raise LabError(f"train.shard must divide the {size} ranks, got {train.shard}")
+        raise LabError(
+            f"train.shard must divide the {size} ranks, got {train.shard}; "
+            f"try --train.shard {math.gcd(size, train.shard)}"
+        )

@@ -41,7 +41,8 @@ def dataset_feed(config: RunConfig, directory: Path) -> Feed:
     vocabulary = config.model.vocab_size
     if vocabulary and vocabulary < dataset.vocab_size:
         raise LabError(
-            f"model.vocab_size must cover the {dataset.vocab_size} tokens of {directory}, got {vocabulary}"
+            f"model.vocab_size must cover the {dataset.vocab_size} tokens of {directory}, got {vocabulary}; "
+            "set it to 0 to use theirs"
         )
     manifest = (directory / "manifest.json").read_bytes()
     return Feed(batches, {"manifest": sha256(manifest).hexdigest()[:16]}, directory)

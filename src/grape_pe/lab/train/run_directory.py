@@ -55,7 +55,10 @@ class RunDirectory:
         try:
             self.check(config, resume=resume)
             if (self.path / CONFIG).exists() and (stored := _begun_with(self.path, "data")) != data:
-                raise LabError(f"the data of {self.path} have changed since it was begun: {stored} -> {data}")
+                raise LabError(
+                    f"the data of {self.path} have changed since it was begun: {stored} -> {data}; "
+                    "restore them or give another --out"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = claim(self.path)
             if not (self.path / CONFIG).exists():
@@ -119,7 +122,7 @@ def read_config(path: Path, kind: type[RunConfig] = RunConfig) -> RunConfig:
     """The configuration of a run."""
     place = path / CONFIG
     if not place.exists():
-        raise LabError(f"{path} is not a run: it has no {CONFIG}")
+        raise LabError(f"{path} is not a run: it has no {CONFIG}; name a directory of grape train")
     text = read_text(place, RESTORE)
     try:
         stored = yaml.safe_load(text)
