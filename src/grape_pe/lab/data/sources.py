@@ -18,7 +18,7 @@ from typing import Any
 from ...extras import require
 from ..errors import LabError
 from .corpus import builtin_documents, corpus_name
-from .readers import KINDS, Reader, reader_of, text_of
+from .readers import READERS, read_text, text_of
 from .splitting import held_out, without_repeats
 from .tokenizer import DEFAULT_TOKENIZER
 
@@ -119,7 +119,7 @@ class FileSource(Source):
 
     def __init__(self, paths: Sequence[Path], field: str = "text"):
         self.paths, self.field = list(paths), field
-        self._file, self._reader = 0, Reader()
+        self._cursor, self._fraction = [0, 0], 0.0
 
     def settings(self) -> dict[str, Any]:
         sizes = [(path.name, path.stat().st_size) for path in self.paths]
@@ -131,9 +131,10 @@ class FileSource(Source):
         first, item = cursor or (0, 0)
         for number in range(first, len(self.paths)):
             path = self.paths[number]
-            self._file, self._reader = number, reader_of(path)
             try:
-                yield from self._reader.read(path, self.field, item)
+                for after, share, text in READERS.get(path.suffix, read_text)(path, self.field, item):
+                    self._cursor, self._fraction = [number, after], (number + share) / len(self.paths)
+                    yield text
             except OSError as error:
                 raise LabError(f"cannot read {path}: {error.strerror or error}") from error
             item = 0
@@ -142,10 +143,10 @@ class FileSource(Source):
         return sum(path.stat().st_size for path in self.paths)
 
     def cursor(self) -> Any:
-        return [self._file, self._reader.item]
+        return self._cursor
 
     def fraction(self) -> float | None:
-        return (self._file + self._reader.fraction) / len(self.paths)
+        return self._fraction
 
 
 class HubSource(Source):
@@ -240,7 +241,7 @@ def _files(name: str) -> list[Path]:
     if path.is_file():
         found = [path]
     elif path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in KINDS and p.is_file())
+        found = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
         if not found and any(path.glob("*.bin")):
             raise LabError(f"{name} holds .bin shards already; use: grape data adopt {name} --tokenizer gpt2")
     else:
@@ -248,6 +249,6 @@ def _files(name: str) -> list[Path]:
     if not found:
         raise LabError(
             f"no source {name!r}: it is neither builtin, {', '.join(NAMED)}, hf:NAME, nor a file, a glob "
-            f"or a directory with files in {' '.join(KINDS)}"
+            f"or a directory with files in {' '.join(READERS)}"
         )
     return found
