@@ -115,7 +115,7 @@ class Checkpoints:
         if final.exists():
             return
         scratch = self.directory / f"{SCRATCH}{final.name}"
-        self.world.agree(self._prepare(scratch, progress))
+        self.world.check(lambda: self._prepare(scratch, progress))
         writing = dcp.async_save(
             _tensors(*get_state_dict(model, optimizer, options=self.options)),
             storage_writer=HuggingFaceStorageWriter(str(scratch), save_distributed=True),
@@ -124,17 +124,14 @@ class Checkpoints:
         done = writing if isinstance(writing, Future) else writing.upload_completion
         self.pending = (done, scratch, final)
 
-    def _prepare(self, scratch: Path, progress: TrainingState) -> str | None:
-        """Make the hidden directory with the state; returns the problem, if any."""
-        if not self.world.first:
-            return None
+    def _prepare(self, scratch: Path, progress: TrainingState) -> None:
+        """Make the hidden directory with the state."""
         try:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
             (scratch / STATE).write_text(json.dumps(asdict(progress)))
         except OSError as problem:
-            return self._unwritable(problem)
-        return None
+            raise LabError(self._unwritable(problem)) from None
 
     @property
     def written(self) -> bool:
@@ -167,9 +164,11 @@ class Checkpoints:
         return None
 
     def _unwritable(self, problem: BaseException) -> str:
-        last = self.found()
-        kept = f"the last good checkpoint is {last[-1]}" if last else "there is no earlier checkpoint"
-        return f"cannot write a checkpoint to {self.directory}: {cause(problem)}; {kept}"
+        return f"cannot write a checkpoint to {self.directory}: {cause(problem)}; {self.last_good()}"
+
+    def last_good(self) -> str:
+        found = self.found()
+        return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
     def _prune(self) -> None:
         found = self.found()

@@ -312,11 +312,10 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self.checkpoints.finish()
-        found = self.checkpoints.found()
-        kept = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
         raise Diverged(
             f"stopped at step {step}: the loss is {loss} and the gradient norm {norm}, before any weight was "
-            f"changed by it; {kept}. A smaller train.lr or train.clip, or a longer train.warmup, may help"
+            f"changed by it; {self.checkpoints.last_good()}. A smaller train.lr or train.clip, or a longer "
+            "train.warmup, may help"
         )
 
     def _validate(self, done: int) -> None:
