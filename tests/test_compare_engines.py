@@ -307,7 +307,7 @@ def test_ctrl_c_cancels_jobs_of_slurm(home, gate, slurm) -> None:
     [
         ({}, "needs the time limit of a job: give --slurm time=MINUTES"),
         ({"time": "soon"}, "time must be minutes, H:MM:SS or D-HH:MM:SS, got 'soon'"),
-        ({"time": "5", "nodes": "2"}, "--slurm nodes is not allowed (a run has one node)"),
+        ({"time": "5", "nodes": "2"}, r"--slurm nodes is not allowed \(a run has one node\)"),
         ({"time": "5", "cluster": "here"}, "cluster must be slurm, or local"),
         ({"time": "5", "cluster": "local", "partition": "gpu"}, "partition has no effect with cluster=local"),
         ({"time": "5"}, "needs srun and sbatch"),

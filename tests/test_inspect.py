@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 
@@ -13,6 +12,7 @@ import grape_pe as grape
 from grape_pe.bias import SlopeBias, SlopeTerm
 from grape_pe.commands import inspect as command
 from grape_pe.commands.errors import CommandError
+from grape_pe.commands.parsers import Parser
 from grape_pe.encodings.additive import alibi_slopes
 from grape_pe.encodings.base import Encoded, Encoding
 from grape_pe.lab.errors import LabError
@@ -173,7 +173,7 @@ def test_the_models_own_tokenizer_reads_the_text(run):
 
 
 def call(*arguments):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     command.add_parsers(parser.add_subparsers())
     options = parser.parse_args(["inspect", *map(str, arguments)])
     return options.run(options)

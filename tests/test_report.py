@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grape_pe.commands import report as command
+from grape_pe.commands.parsers import Parser
 from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.report import read_results, report_page, results_json, table, write_report
@@ -200,7 +200,7 @@ def test_a_loss_that_is_no_number_is_a_diverged_run(finished, value):
         ("runs/rope-s1/metrics.jsonl", '{"kind": "train"}\n', "line 1 has no kind and step"),
         ("runs/rope-s2/picture.json", '{"version": 1}', "cannot be drawn"),
         ("results.jsonl", '{"seed": 0}\n', "it has no label"),
-        ("compare.json", '{"arms": [{"label": "rope"}]}', "arms.0.encoding: "),
+        ("compare.json", '{"arms": [{"label": "rope"}]}', "it has no arms.0.encoding"),
     ],
 )
 def test_a_damaged_file_is_named_and_nothing_is_ranked_without_it(finished, file, text, why):
@@ -404,7 +404,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
 
 
 def test_the_command_writes_and_prints(finished, tmp_path, capsys):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     command.add_parsers(parser.add_subparsers())
     options = parser.parse_args(["report", str(finished), "--out", str(tmp_path / "page.html")])
     assert options.run(options) == 0

@@ -170,14 +170,13 @@ def read_json_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
     """The JSON objects of a file, one per line; an incomplete last line is ignored."""
     if not path.exists():
         return []
-    found, lines = [], read_text(path, remedy).split("\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            found += [_object(Path(f"{path}, line {number}"), line, remedy)] if line.strip() else []
-        except LabError:
-            if number < len(lines):
-                raise
-    return found
+    lines = read_text(path, remedy).split("\n")
+    try:
+        json.loads(lines[-1])
+    except (ValueError, RecursionError):  # cut short, or empty
+        lines.pop()
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    return [_object(Path(f"{path}, line {number}"), line, remedy) for number, line in numbered]
 
 
 def sha256_of(path: Path) -> str:

@@ -187,8 +187,8 @@ class HubSource(Source):
         number, parts = self.part
         if parts > stream.num_shards:
             raise LabError(
-                f"dataset {self.name} has {stream.num_shards} files, too few for {parts} parts; "
-                f"give --part i/n with n up to {stream.num_shards}"
+                f"--part I/N needs at least N files, got {parts} parts of the {stream.num_shards} files of dataset "
+                f"{self.name}; give a smaller N"
             )
         return stream.shard(parts, number, contiguous=False) if parts > 1 else stream
 
