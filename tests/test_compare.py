@@ -276,7 +276,7 @@ def test_other_settings_in_one_directory_are_refused(corpus, tmp_path):
         compare(tiny(corpus, arms=["rope"], settings={"train.lr": 1e-4}), tmp_path / "out", quiet=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(LabError, match="holds thesis.txt and is not a comparison"):
+    with pytest.raises(LabError, match=r"holds thesis\.txt and is not a comparison"):
         compare(tiny(corpus, arms=["rope"]), tmp_path / "mine", quiet=True)
     assert losses(tmp_path / "out") == before
     compare(tiny(corpus, arms=["alibi"]), tmp_path / "out", quiet=True)  # an arm may be added
