@@ -47,10 +47,7 @@ def _fail(problem: Exception, code: int) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
-    example = "Example:
-  grape compare demo --out results/demo
-
-A command's help: grape COMMAND --help"
+    example = "Example:\n  grape compare demo --out results/demo\n\nA command's help: grape COMMAND --help"
     top = Parser(prog="grape", description=wrapped(ABOUT), epilog=example)
     top.add_argument("--version", action="version", version=f"grape-pe {__version__}")
     add_import(top, "imports", "import your module of encodings (Python's path or this folder)")
