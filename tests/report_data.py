@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.inspect.figure_data import picture
+from grape_pe.lab.report.results import ArmResults, LanguageRun, Recipe, Results
+from grape_pe.lab.report.stored import Evaluation
 from grape_pe.models import Decoder, DecoderConfig
 
 TRAIN_LENGTH = 256
@@ -38,6 +41,16 @@ RECIPE = {
     "data": {"source": "builtin", "sequence": TRAIN_LENGTH},
     "train": {"steps": STEPS, "batch": 8, "lr": 3e-3},
 }
+
+
+def made_up(arms: dict[str, list[dict[str, Any]]]) -> Results:
+    """Results without files: for each arm the fields of its evaluations, by seed."""
+    found = []
+    for label, runs in arms.items():
+        each = [Evaluation.model_validate({"label": label, "seed": i, **run}) for i, run in enumerate(runs)]
+        text = {run.seed: LanguageRun(run.seed, run) for run in each}
+        found.append(ArmResults(label, Arm(label=label, encoding=label), 0, text))
+    return Results(tuple(found), (Recipe("r", {}, (0,), {}, {}, ""),), (), ())
 
 
 def write_synthetic(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
+import runpy
 from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,20 +19,12 @@ from grape_pe import cli, testing
 from grape_pe.encodings.facts import Facts
 from grape_pe.encodings.registry import entry, facts
 from grape_pe.lab.atlas import cost
-from grape_pe.lab.atlas.entries import Curves, measure, measure_all
+from grape_pe.lab.atlas.entries import measure, measure_all
 from grape_pe.lab.atlas.page import atlas_page, formula_html
 from grape_pe.testing.laws import deviation
 
 ROOT = Path(__file__).parent.parent
 NEEDED = [field.name for field in fields(Facts) if field.name not in ("recovers", "learned", "law_with")]
-
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_measuring_leaves_the_random_state():
@@ -68,7 +59,7 @@ def test_facts_are_of_registered_names():
 
 
 def test_documents_are_made_from_the_registry():
-    for path, text in tool("atlas").documents().items():
+    for path, text in runpy.run_path(str(ROOT / "tools/atlas.py"))["documents"]().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is old: run python tools/atlas.py"
 
 
@@ -165,11 +156,17 @@ def test_the_page_needs_nothing_else(entries):
     text = atlas_page(entries)
     outline = Outline()
     outline.feed(text)
-    assert not outline.fetched and "Plotly" not in text.split("<script>")[0]
+    assert not outline.fetched
     inside = {link[1:] for link in outline.links if link.startswith("#")}
     assert inside <= outline.ids and {f"encoding-{each.name}" for each in entries} <= inside
-    assert len(text) < 300_000 and text.count("<svg") >= 2 * len(entries)
-    assert "a &lt;b&gt; &amp; 'c'" in text and "<b>" not in text
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', text, re.DOTALL).group(1))
+    drawn = re.findall(r'data-figure="([^"]+)"', text)
+    assert sorted(drawn) == sorted(figures) and {f"encoding-{each.name}-reach" for each in entries} <= set(
+        drawn
+    )
+    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # without plotly
+    assert len(own) < 300_000 and own.count('<svg class="spark"') == len(entries)
+    assert "a &lt;b&gt; &amp; 'c'" in own and "<b>" not in own
     assert 'href="https://arxiv.org/abs/2001.00001"' in text
 
 
@@ -177,9 +174,10 @@ def test_what_is_measured(entries):
     rope, alibi, path_integral, path, _ = entries
     assert rope.extra_bytes == 0 and alibi.extra_bytes == 8 and path_integral.extra_bytes == 8 * 8 * 4
     assert (rope.bias, alibi.bias, path_integral.bias, path.bias) == ("none", "slope", "path", "tile")
-    assert isinstance(rope.curves, Curves) and not rope.curves.bias and len(rope.curves.kernel) == 1
-    assert len(alibi.curves.bias) == 8 and alibi.curves.bias[0][1] == pytest.approx(-0.5)
-    assert alibi.curves.reach[0] <= 2 < alibi.curves.reach[-1]
+    assert not rope.picture["bias"] and len(rope.picture["kernel"]) == 1
+    bias, reach = alibi.picture["bias"], [each["half"] for each in alibi.picture["reach"]]
+    assert len(bias) == len(reach) == 8 and bias[0]["mean"][1] == pytest.approx(-0.5)
+    assert reach[0] <= 2 < reach[-1]
     assert all(each.cost.train > 0 and each.cost.decode > 0 for each in entries)
     assert measure("rope", timed=False).cost is None
 

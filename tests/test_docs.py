@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import griffe
 import pytest
@@ -33,12 +33,8 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / f"{name}.py")))
 
 
 def prose(path: Path) -> str:

@@ -128,8 +128,8 @@ def test_reach_of_attention_counts_from_the_query():
     uniform = (uniform / uniform.sum(-1, keepdim=True)).expand(1, 1, 8, 8)
     assert attention_reach(near, 0.5).tolist() == [0.0]
     assert attention_reach(uniform, 0.5).tolist() == [2.0]  # rows of 5 to 8 keys: 2, 2, 3, 3
-    assert bias_reach([0.0, -0.5, -1.0], [0, 1, 2], 0.5) == 2
-    assert bias_reach([0.0, -0.5], [0, 1], 0.5) is None
+    assert bias_reach([0.0, -0.5, -1.0], 0.5) == 2
+    assert bias_reach([0.0, -0.5], 0.5) is None
 
 
 def test_a_learned_spectrum_says_how_far_it_moved():

@@ -20,12 +20,12 @@ from grape_pe.lab.errors import LabError
 from grape_pe.lab.report import read_results, report_page, results_json, table, write_report
 from grape_pe.lab.report.picture_figures import _word
 from grape_pe.lab.report.ranking import compared_tasks, loss_blocks, ranking
-from grape_pe.lab.report.results import ArmResults, LanguageRun, Recipe, Results
+from grape_pe.lab.report.results import ArmResults, LanguageRun, Results
 from grape_pe.lab.report.statistics import blocks, summarize
 from grape_pe.lab.report.stored import Evaluation
 from grape_pe.lab.report.style import styles
 from grape_pe.lab.report.verdict import verdict
-from report_data import ARMS, RECIPE, write_run, write_synthetic
+from report_data import ARMS, RECIPE, made_up, write_run, write_synthetic
 
 FEW = ARMS[:3]
 
@@ -293,17 +293,8 @@ def test_what_is_no_comparison_is_refused(tmp_path):
 # ---- verdict and table
 
 
-def arm_of(label: str, found: dict[int, Evaluation | None]) -> ArmResults:
-    runs = {seed: LanguageRun(seed, each) for seed, each in found.items()}
-    return ArmResults(label, Arm(label=label, encoding=label), 0, runs)
-
-
 def results_of(**losses: list[float]) -> Results:
-    arms = [
-        arm_of(label, {i: Evaluation(label=label, seed=i, val_loss=loss) for i, loss in enumerate(each)})
-        for label, each in losses.items()
-    ]
-    return Results(tuple(arms), (Recipe("r", {}, (0,), {}, {}, ""),), (), ())
+    return made_up({label: [{"val_loss": loss} for loss in each] for label, each in losses.items()})
 
 
 def test_a_clear_winner_is_named():

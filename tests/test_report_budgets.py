@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
 from grape_pe.lab.compare.archive import write_archive
-from grape_pe.lab.compare.arms import Arm
 from grape_pe.lab.config import load
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.evaluate.benchmarks import Scores, TaskScore
@@ -23,12 +22,11 @@ from grape_pe.lab.report.ranking import (
     text_blocks,
     trend_blocks,
 )
-from grape_pe.lab.report.results import ArmResults, LanguageRun, Recipe, Results
+from grape_pe.lab.report.results import ArmResults, LanguageRun, Results
 from grape_pe.lab.report.statistics import blocks
-from grape_pe.lab.report.stored import Evaluation
 from grape_pe.lab.report.tables import budget_table, sweep_table, tables
 from grape_pe.lab.report.verdict import verdict
-from report_data import ARMS, write_synthetic
+from report_data import ARMS, made_up, write_synthetic
 
 FEW = ARMS[:3]
 BUDGETS = (1_000_000, 2_000_000, 4_000_000, 8_000_000)
@@ -44,21 +42,14 @@ def results_of(
 ) -> Results:
     """Arms with known gaps at each budget; a seed moves all of them by far more than their own noise."""
     shifts = [[dice.gauss(0, 0.05) for _ in BUDGETS] for _ in range(seeds)]
-    arms = []
+    arms: dict[str, list[dict]] = {label: [] for label in gaps}
     for label, each in gaps.items():
-        runs = {}
-        for seed, shift in enumerate(shifts):
-            losses = [
-                4 - 0.3 * i + gap + s + dice.gauss(0, noise)
-                for i, (gap, s) in enumerate(zip(each, shift, strict=True))
-            ]
+        for shift in shifts:
+            steps = enumerate(zip(each, shift, strict=True))
+            losses = [4 - 0.3 * i + gap + s + dice.gauss(0, noise) for i, (gap, s) in steps]
             budgets = [{"tokens": n, "loss": loss} for n, loss in zip(BUDGETS, losses, strict=True)]
-            said = Evaluation.model_validate(
-                {"label": label, "seed": seed, "val_loss": losses[-1], "budgets": budgets}
-            )
-            runs[seed] = LanguageRun(seed, said)
-        arms.append(ArmResults(label, Arm(label=label, encoding=label), 0, runs))
-    return Results(tuple(arms), (Recipe("r", {}, (0,), {}, {}, ""),), (), ())
+            arms[label].append({"val_loss": losses[-1], "budgets": budgets})
+    return made_up(arms)
 
 
 # ---- budgets
@@ -314,6 +305,15 @@ def test_one_file_holds_what_a_report_needs(finished, tmp_path):
         write_archive(tmp_path, tmp_path / "none.jsonl")
 
 
+def test_a_file_is_read_alone(finished, tmp_path, monkeypatch):
+    """Runs of the same names in the working directory are others."""
+    archive = write_archive(finished, tmp_path / "all.jsonl")
+    monkeypatch.chdir(write_synthetic(tmp_path / "other", FEW, tasks=(), pictures=False))
+    for path in Path("runs").glob("*/evaluation.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"val_loss": 1.0}))
+    assert markdown(read_results([archive])) == markdown(read_results([finished]))
+
+
 def test_a_file_of_a_part_says_how_many_runs_are_done(finished, tmp_path):
     for run in ("fox-s1", "fox-s2", "rope-s2"):
         (finished / "runs" / run / "evaluation.json").unlink()
@@ -335,13 +335,9 @@ def test_markdown_has_every_table(finished):
 def test_the_numbers_in_the_documents_are_generated():
     """docs/results.md is what tools/results.py writes from the stored results."""
     root = Path(__file__).parents[1]
-    sys.path.insert(0, str(root / "tools"))
-    try:
-        import results as tool
-    finally:
-        sys.path.pop(0)
+    generated = runpy.run_path(str(root / "tools/results.py"))["generated"]
     text = (root / "docs/results.md").read_text()
-    assert "<!-- generated: " in text and tool.generated(text, root) == text
+    assert "<!-- generated: " in text and generated(text, root) == text
 
 
 @pytest.mark.parametrize("speeds, claimed", [((500, 505, 495), True), ((400, 1500, 500), False)])

@@ -19,7 +19,7 @@ from grape_pe.lab.config import load
 from grape_pe.lab.data.manifest import Manifest
 from grape_pe.lab.errors import LabError
 from grape_pe.lab.evaluate.benchmarks import PAPER_TASKS, Scores, TaskScore
-from grape_pe.lab.report.paper_tables import headline, lines, paper_json, paper_markdown, paper_table
+from grape_pe.lab.report.paper import headline, lines, paper_json, paper_markdown, paper_table
 from grape_pe.lab.report.repeated import repetitions
 
 GPT2 = {"source": "hf:HuggingFaceFW/fineweb-edu", "config": "sample-100BT"}

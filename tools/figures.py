@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from chart import COLOURS, Chart
 from torch import Tensor
 
 import grape_pe as grape
 from grape_pe.lab.config import shipped_evidence
-from grape_pe.lab.report.chart import COLOURS, Chart
 from grape_pe.lab.report.ranking import length_blocks
 from grape_pe.lab.report.reading import read_results
 from grape_pe.testing import Sample, scores

@@ -25,7 +25,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def run_atlas(options: argparse.Namespace) -> int:
-    require("pydantic", "lab")
+    require("plotly", "lab")
     from .. import encodings
     from ..lab.atlas.entries import built, measure_all
     from ..lab.atlas.page import atlas_page

@@ -72,7 +72,8 @@ def show(found: Inspection, layer: LayerInspection) -> Iterator[str]:
         yield _spectrum_line(layer)
     yield _reach_table(found, layer)
     yield from _gate_lines(layer.histograms)
-    yield f"Closed form / measured: {layer.spectral_about}"
+    head = f"head {layer.spectral[0].head + 1}, " if layer.spectral else ""
+    yield f"Closed form / measured: {head}{layer.spectral_about}"
     if layer.spectral:
         yield _spectral_table(layer)
 

@@ -39,8 +39,7 @@ def run_report(options: argparse.Namespace) -> int:
     from ..lab.compare.archive import write_archive
     from ..lab.report import markdown, read_results, report_page, results_json, summary
     from ..lab.report.page import write_page
-    from ..lab.report.paper_page import paper_page
-    from ..lab.report.paper_tables import headline, paper_json, paper_markdown
+    from ..lab.report.paper import headline, paper_json, paper_markdown, paper_page
     from ..lab.report.repeated import repetitions
 
     first: Path = options.places[0]

@@ -12,17 +12,16 @@ from ..compare.arms import Arm
 from ..config import flat
 from ..evaluate.benchmarks import Scores
 from ..files import read_json, typed, write_text
-from ..report.adapted_tables import BEFORE
 from ..report.cells import Cell, Table
 from ..report.curves import loss_figures
 from ..report.figure import Figure, View, axis, heatmap
-from ..report.page import Part, legend, page, part, pictures, recipe_html, table_html, write_page
+from ..report.page import Part, legend, marked, method, page, part, pictures, tables_html, write_page
 from ..report.picture_figures import RAMP
 from ..report.results import ArmResults, LanguageRun, Recipe, Results
 from ..report.runs import read_lm_scores
 from ..report.stored import Evaluation, curves
 from ..report.style import styles
-from ..report.tables import tables
+from ..report.tables import BEFORE
 from ..train.run_directory import ENVIRONMENT, read_config, read_metrics
 from .settings import PASSKEY, AdaptConfig
 from .trained import scaled
@@ -95,9 +94,9 @@ def _lines(results: Results) -> Iterator[dict[str, Any]]:
 def adapt_page(results: Results, learned: Mapping[str, Any]) -> str:
     """The page as HTML."""
     looks = styles(results.arms)
-    made = {table.key: table_html(table, looks) for table in tables(results)}
+    made = tables_html(results, looks)
     answer = (
-        f"<h1>Adapting a pretrained model</h1>{made['before']}{table_html(trained_table(learned), looks)}"
+        f"<h1>Adapting a pretrained model</h1>{made['before']}{trained_table(learned).html(marked(looks))}"
     )
     figures = [figure for label, each in learned.items() for figure in head_figures(label, each["heads"])]
     parts = [
@@ -107,11 +106,9 @@ def adapt_page(results: Results, learned: Mapping[str, Any]) -> str:
         part("lm", "Language tasks", after=made.get("lm", "")),
         part("heads", "What each head learned", figures),
         pictures(results, looks),
-        part(
-            "about", "How this was measured", after="".join(map(recipe_html, results.recipes)), link="Method"
-        ),
+        method(results.recipes),
     ]
-    return page("Adapting a pretrained model", [p for p in parts if p.body], legend(results.arms, looks))
+    return page("Adapting a pretrained model", parts, legend(results.arms, looks))
 
 
 LENGTH = "The training length of these figures is the context of the pretrained model."

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import grape_pe
 
@@ -21,33 +20,27 @@ from ...encodings.base import Encoded
 from ...encodings.registry import entry, facts
 from ...testing import LawErrors, law_errors, moved, sample
 from ..errors import LabError
-from ..inspect.capture import attention_reach, by_distance, distances, observe_encoding, rotation_kernel
+from ..inspect.figure_data import encoding_picture
 from .cost import Cost, layer_cost, one_thread
 
 HEADS, HEAD_DIM = 8, 64
 WIDTH = HEADS * HEAD_DIM
-#: random tokens for the curves and the reach
+#: random tokens for the picture
 TOKENS = 256
 #: shape for the laws, which do not depend on it
 SMALL = {"heads": 4, "head_dim": 16, "width": 24}
 
 
 @dataclass(frozen=True)
-class Curves:
-    """At initialization on random tokens: a line per head (one if they are equal) over `distances`."""
-
-    distances: Sequence[int]
-    bias: Sequence[Sequence[float]]
-    kernel: Sequence[Sequence[float]]
-    reach: Sequence[float]
-
-
-@dataclass(frozen=True)
 class AtlasEntry:
-    """One encoding. Bytes per token are for a float32 cache with 8 heads of 64 features."""
+    """One encoding; its facts are empty where its class has none.
+
+    Bytes per token are for a float32 cache with 8 heads of 64 features. `picture` is that of `inspect` at
+    initialization, on random tokens.
+    """
 
     name: str
-    facts: Facts | None
+    facts: Facts
     options: Mapping[str, Any]
     kind: str
     bias: str
@@ -57,7 +50,7 @@ class AtlasEntry:
     broken: str | None
     only_1d: bool
     bytes_per_token: int
-    curves: Curves | None = None
+    picture: Mapping[str, Any] | None = None
     cost: Cost | None = None
 
     @property
@@ -66,16 +59,11 @@ class AtlasEntry:
         return self.bytes_per_token - 4 * 2 * WIDTH
 
     @property
-    def about(self) -> str:
-        return self.facts.about if self.facts else ""
-
-    @property
     def relative(self) -> str:
         """Whether the relative law holds, as in the README."""
         if self.broken is None:
             return "yes (1D)" if self.only_1d else "yes"
-        options = self.facts.law_with if self.facts else {}
-        listed = ", ".join(f'{key}="{value}"' for key, value in options.items())
+        listed = ", ".join(f'{key}="{value}"' for key, value in self.facts.law_with.items())
         return f"with `{listed}`" if listed else "no"
 
 
@@ -87,7 +75,7 @@ def measure(name: str, *, timed: bool = True) -> AtlasEntry:
     code = _encoded(encoding)
     return AtlasEntry(
         name=name,
-        facts=facts(name),
+        facts=facts(name) or Facts(name, "", "", "", ""),
         options=entry(name).options(),
         kind="transforms q and k" if encoding.transforms else "adds a bias",
         bias=bias_kind(code),
@@ -97,7 +85,7 @@ def measure(name: str, *, timed: bool = True) -> AtlasEntry:
         broken=encoding.breaks_relative_law,
         only_1d=_only_1d(name),
         bytes_per_token=_cache_bytes(encoding),
-        curves=_curves(encoding) if timed else None,
+        picture=encoding_picture(encoding, name, TOKENS) if timed else None,
         cost=layer_cost(name, WIDTH, HEADS) if timed else None,
     )
 
@@ -144,16 +132,3 @@ def _cache_bytes(encoding: Encoding) -> int:
 def _only_1d(name: str) -> bool:
     """Whether the relative law fails with two coordinates."""
     return "coords" in entry(name).options() and bool(build(name, **SMALL, coords=2).breaks_relative_law)
-
-
-@torch.no_grad()
-def _curves(encoding: Encoding) -> Curves:
-    view, at = observe_encoding(encoding, TOKENS), distances(TOKENS)
-    bias, kernel = (_lines(pairs, at) for pairs in (view.bias(), rotation_kernel(view)))
-    return Curves(at, bias, kernel, attention_reach(view.attention(), 0.5).tolist())
-
-
-def _lines(pairs: Tensor | None, at: Sequence[int]) -> list[list[float]]:
-    """The mean at each distance, by head."""
-    rows: list[list[float]] = [] if pairs is None else by_distance(pairs, at)[..., 0].tolist()
-    return rows[:1] if all(row == rows[0] for row in rows) else rows

@@ -5,43 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..report.cells import Cell, Table
 from .entries import HEAD_DIM, HEADS, WIDTH, AtlasEntry
 
-README_HEAD = (
-    "| name | what it does to q and k, or to the score | bias | special cases | learned | relative law |\n"
-    "|---|---|---|---|---|---|\n"
-)
+README_HEADS = (
+    "what it does to q and k, or to the score", "bias", "special cases", "learned", "relative law",
+)  # fmt: skip
+COLUMNS = ("bias", "laws kept", "bytes in a cache", "parameters")
 
 
 def readme_table(entries: Sequence[AtlasEntry]) -> str:
     """The table of the README."""
-    return README_HEAD + "".join(map(_readme_row, entries))
-
-
-def _readme_row(entry: AtlasEntry) -> str:
-    facts = entry.facts
-    recovers, learned = ("", "") if facts is None else (facts.recovers, facts.learned)
-    cells = (f"`{entry.name}`", entry.about, entry.bias, recovers, learned or "–", entry.relative)
-    return f"| {' | '.join(cells)} |\n"
+    rows = []
+    for each in entries:
+        facts = each.facts
+        texts = (facts.about, each.bias, facts.recovers, facts.learned, each.relative)
+        rows.append((each.name, [Cell(text) for text in texts]))
+    return Table("readme", "", "", README_HEADS, rows, first="name").markdown() + "\n"
 
 
 def atlas_markdown(entries: Sequence[AtlasEntry]) -> str:
     """A table of all encodings, then a section about each."""
-    head = "| encoding | bias | laws kept | bytes in a cache | parameters |\n|---|---|---|---|---|\n"
-    return "\n".join(
-        [head + "".join(map(_row, entries)), *(line for each in entries for line in _lines(each))]
-    )
-
-
-def _row(entry: AtlasEntry) -> str:
-    kept, name = ", ".join(entry.laws.kept()), f"[`{entry.name}`](#{entry.name})"
-    return f"| {name} | {entry.bias} | {kept} | +{entry.extra_bytes:,} | {entry.parameters:,} |\n"
+    rows = []
+    for each in entries:
+        size = (f"+{each.extra_bytes:,}", f"{each.parameters:,}")
+        texts = (each.bias, ", ".join(each.laws.kept()), *size)
+        rows.append((each.name, [Cell(text) for text in texts]))
+    table = Table("atlas", "", "", COLUMNS, rows).markdown(lambda name: f"[`{name}`](#{name})")
+    return "\n".join([f"{table}\n", *(line for each in entries for line in _lines(each))])
 
 
 def _lines(entry: AtlasEntry) -> Iterator[str]:
     facts = entry.facts
     yield f"## {entry.name}\n"
-    if facts is not None:
+    if facts.formula:
         yield f"{facts.about[0].upper()}{facts.about[1:]}.\n"
         yield f"    {facts.formula}\n"
         yield f"- Group element: {_code_marks(facts.group)}."

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from statistics import fmean, median
+from typing import Any
 
 import torch
 
 from ...testing import TOL
 from ...testing.summary import SHIFT
 from ..config import shipped_evidence
-from ..report.cells import NONE, Cell
-from ..report.chart import Chart, sparkline
-from ..report.page import Part, cell_html, page, sortable
+from ..report.cells import NONE, Cell, Table
+from ..report.figure import Figure
+from ..report.page import Part, grid, page
+from ..report.picture_figures import FLOOR, picture_figures
 from ..report.reading import read_results
-from ..report.style import LIGHT
+from ..report.style import Style
 from . import cost
-from .entries import HEAD_DIM, HEADS, TOKENS, WIDTH, AtlasEntry, Curves
+from .entries import HEAD_DIM, HEADS, TOKENS, WIDTH, AtlasEntry
 from .markdown import build_call, listed_options
 
-#: lowest bias shown: exp(-8) is 0.0003
-FLOOR = -8.0
 KERNEL = (-0.4, 1.0)
 #: buttons of the filter: their text and the word they search for
 PICKS = {
@@ -53,19 +54,19 @@ def shipped_losses() -> dict[str, list[float]]:
 def _overview(entries: Sequence[AtlasEntry], losses: Mapping[str, list[float]]) -> Part:
     kinds = sorted({each.bias for each in entries})
     heads = [*HEADINGS, *(["loss"] if losses else [])]
-    rows = [
-        f'<tr data-words="{escape(_words(each))}"><th scope="row" data-value="{escape(each.name)}">'
-        f'<a href="#{_key(each)}">{escape(each.name)}</a></th>'
-        f"{''.join(map(cell_html, _cells(each, kinds, losses)))}</tr>"
-        for each in entries
-    ]
+    rows = [(each.name, _cells(each, kinds, losses)) for each in entries]
+    words = {each.name: _words(each) for each in entries}
+    table = Table("atlas", "", _caption(bool(losses)), heads, rows).html(_link, words.__getitem__)
     body = (
         "<h1>Atlas of position encodings</h1>"
         f'<p class="headline">{len(entries)} position encodings, measured on this machine</p>'
-        f"{_filters(len(entries))}{sortable('atlas', heads, rows)}"
-        f'<p class="caption">{escape(_caption(bool(losses)))}</p>'
+        f"{_filters(len(entries))}{table}"
     )
     return Part("table", "All encodings", body)
+
+
+def _link(name: str) -> str:
+    return f'<a href="#{_key(name)}">{escape(name)}</a>'
 
 
 def _filters(count: int) -> str:
@@ -90,30 +91,30 @@ def _caption(results: bool) -> str:
         "Learned: parameters.",
         f"Train and decode: time of a layer of width {WIDTH} at {cost.TOKENS} tokens relative to rope, on one CPU "
         f"thread, best of {cost.ROUNDS}; differences below 5% are noise.",
-        f"Reach: half of a head's attention lies within so many of {TOKENS} random tokens, from the nearest to the "
-        "farthest head. In the figures below a colour is a head.",
+        f"Reach: half of a head's attention lies within this many of {TOKENS} random tokens, from the nearest to the "
+        "farthest head. In the figures below a line is a head, the first the palest.",
         "Loss: shipped results of grape compare small, mean over seeds." if results else "",
     )
     return " ".join(shown).strip()
 
 
-def _key(entry: AtlasEntry) -> str:
-    return f"encoding-{entry.name}"
+def _key(name: str) -> str:
+    return f"encoding-{escape(name)}"
 
 
 def _words(entry: AtlasEntry) -> str:
     """Words that the filter searches."""
     facts = entry.facts
-    words = [entry.name, entry.about, entry.kind, f"kind:{entry.kind}", entry.bias]
-    words += [] if facts is None else [facts.recovers, facts.learned, facts.source]
+    words = [entry.name, facts.about, entry.kind, f"kind:{entry.kind}", entry.bias]
+    words += [facts.recovers, facts.learned, facts.source]
     words += [f"law:{name}" for name in entry.laws.kept()]
     return " ".join([*words, "" if entry.parameters else "fixed:"]).lower()
 
 
 def _cells(entry: AtlasEntry, kinds: Sequence[str], losses: Mapping[str, list[float]]) -> list[Cell]:
-    laws, kept, cost, curves = entry.laws, entry.laws.kept(), entry.cost, entry.curves
+    laws, kept, cost, picture = entry.laws, entry.laws.kept(), entry.cost, entry.picture
     cells = [
-        Cell(picture=_spark(curves)) if curves else NONE,
+        Cell(picture=_spark(picture)) if picture else NONE,
         Cell(entry.bias, float(kinds.index(entry.bias))),
         Cell(f"{entry.parameters:,}", entry.parameters),
         _error(laws.relative, "relative" in kept),
@@ -122,7 +123,7 @@ def _cells(entry: AtlasEntry, kinds: Sequence[str], losses: Mapping[str, list[fl
         Cell(f"+{entry.extra_bytes:,} B", entry.extra_bytes, f"{entry.bytes_per_token:,} B"),
         _ratio(cost.train, cost.tokens) if cost else NONE,
         _ratio(cost.decode, cost.tokens) if cost else NONE,
-        _reach(curves.reach) if curves else NONE,
+        _reach([each["half"] for each in picture["reach"]]) if picture else NONE,
     ]
     return [*cells, *([_loss(losses.get(entry.name))] if losses else [])]
 
@@ -144,40 +145,67 @@ def _reach(reach: Sequence[float]) -> Cell:
     return Cell(f"{low:.0f}" if low == high else f"{low:.0f} – {high:.0f}", median(reach))
 
 
-def _spark(curves: Curves) -> str:
-    if curves.bias:
-        return sparkline(curves.bias, FLOOR, _top(curves.bias), "var(--arm-1)")
-    if curves.kernel:
-        return sparkline(curves.kernel, *KERNEL, "var(--arm-0)")
+def _spark(picture: Mapping[str, Any]) -> str:
+    """The bias, or else the rotation's kernel, by distance on a log scale."""
+    if picture["bias"]:
+        lines = [[FLOOR if v is None else v for v in each["mean"]] for each in picture["bias"]]
+        return sparkline(lines, FLOOR, max(0.5, min(-FLOOR, max(map(max, lines)))), "var(--arm-1)")
+    if picture["kernel"]:
+        fine, at = picture["kernel_distances"], picture["distances"]
+        places = [min(bisect_left(fine, d), len(fine) - 1) for d in at]
+        lines = [[each["mean"][i] for i in places] for each in picture["kernel"]]
+        return sparkline(lines, *KERNEL, "var(--arm-0)")
     return sparkline([[0.0, 0.0]], -1.0, 1.0, "var(--muted)")
 
 
-def _top(lines: Sequence[Sequence[float]]) -> float:
-    return max(0.5, min(-FLOOR, max(map(max, lines))))
+def sparkline(lines: Sequence[Sequence[float]], low: float, high: float, color: str) -> str:
+    """Lines without axes, for a cell of a table; values beyond the range are drawn at its edge."""
+    width, height = 96, 28
+    drawn = []
+    for line in lines:
+        step = width / max(1, len(line) - 1)
+        inside = [min(high, max(low, value)) for value in line]
+        points = (
+            f"{i * step:.1f},{height - 2 - (v - low) / (high - low) * (height - 4):.1f}"
+            for i, v in enumerate(inside)
+        )
+        drawn.append(
+            f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{" ".join(points)}"/>'
+        )
+    return f'<svg class="spark" viewBox="0 0 {width} {height}" aria-hidden="true">{"".join(drawn)}</svg>'
 
 
 def _card(entry: AtlasEntry) -> Part:
-    facts = entry.facts
+    facts, figures = entry.facts, _figures(entry)
     items = {
-        "group element": "" if facts is None else formula_html(facts.group),
+        "group element": formula_html(facts.group),
         "relative law": _law(entry),
         "composition": _composition(entry),
-        "contains": "" if facts is None else formula_html(facts.recovers),
-        "learned": "" if facts is None else escape(facts.learned or "nothing"),
+        "contains": formula_html(facts.recovers),
+        "learned": escape(facts.learned) if entry.parameters else "nothing",
         "reads": "the block's input x" if entry.contextual else "",
         "options": " ".join(f"<code>{escape(each)}</code>" for each in listed_options(entry.options))
         or "none",
-        "source": "" if facts is None else _linked(facts.source),
+        "source": _linked(facts.source),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in items.items() if text)
-    formula = "" if facts is None else f'<p class="formula">{formula_html(facts.formula)}</p>'
+    formula = f'<p class="formula">{formula_html(facts.formula)}</p>' if facts.formula else ""
     body = (
         f'<div class="card" data-words="{escape(_words(entry))}"><h2>{escape(entry.name)}</h2>'
-        f'<p class="lead">{formula_html(entry.about)}</p>{formula}'
-        f"<pre>{escape(build_call(entry))}</pre><dl>{listed}</dl>"
-        f'<div class="grid">{"".join(_charts(entry.curves)) if entry.curves else ""}</div></div>'
+        f'<p class="lead">{formula_html(facts.about)}</p>{formula}'
+        f"<pre>{escape(build_call(entry))}</pre><dl>{listed}</dl>{grid(figures)}</div>"
     )
-    return Part(_key(entry), entry.name, body)
+    return Part(_key(entry.name), entry.name, body, figures)
+
+
+def _figures(entry: AtlasEntry) -> list[Figure]:
+    """Three of the figures of its picture."""
+    if entry.picture is None:
+        return []
+    key = _key(entry.name)
+    made = picture_figures(entry.picture, Style(0, "solid", "circle"), key)
+    shown = [each for each in made if each.key in {f"{key}-{name}" for name in ("bias", "kernel", "reach")}]
+    return [replace(each, caption="", layout={**each.layout, "showlegend": False}) for each in shown]
 
 
 def _law(entry: AtlasEntry) -> str:
@@ -203,41 +231,3 @@ def formula_html(text: str) -> str:
 
 def _linked(source: str) -> str:
     return re.sub(r"arXiv:([\d.]+\d)", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', escape(source))
-
-
-def _charts(curves: Curves) -> list[str]:
-    at = [math.log2(1 + distance) for distance in curves.distances]
-    ticks = [2**i - 1 for i in range(0, 1 + int(at[-1]), 2)]
-    drawn = []
-    if curves.bias:
-        top = _top(curves.bias)
-        drawn.append(
-            _by_distance("Bias against distance", curves.bias, at, ticks, (FLOOR, top), (-8, -6, -4, -2, 0))
-        )
-    if curves.kernel:
-        drawn.append(_by_distance("Rotation: tr G / D", curves.kernel, at, ticks, KERNEL, (0, 0.5, 1)))
-    return [*drawn, _reach_chart(curves.reach)]
-
-
-def _by_distance(
-    title: str, lines: Sequence[Sequence[float]], at: Sequence[float], ticks: Sequence[int],
-    y: tuple[float, float], yticks: Sequence[float],
-) -> str:  # fmt: skip
-    chart = Chart(title, (0, at[-1]), y, "distance (tokens)")
-    chart.axes([math.log2(1 + tick) for tick in ticks], yticks, [str(tick) for tick in ticks])
-    for head, line in enumerate(lines):
-        chart.line(at, line, _color(head))
-    return chart.inline()
-
-
-def _reach_chart(reach: Sequence[float]) -> str:
-    top = TOKENS / 2
-    chart = Chart("Half of attention within (tokens)", (0.3, len(reach) + 0.7), (0, top), "head")
-    chart.axes(range(1, len(reach) + 1), (0, top / 2, top))
-    for head, value in enumerate(reach):
-        chart.bar(head + 1, min(value, top), _color(head))
-    return chart.inline()
-
-
-def _color(head: int) -> str:
-    return f"var(--arm-{head % len(LIGHT)})"

@@ -9,8 +9,10 @@ Letters: B batch, H query heads, T tokens, D features of a head, n distances.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,22 +67,17 @@ class LayerView:
 def observe(model: Decoder, tokens: Tensor) -> list[LayerView]:
     """Run the model on tokens (T,) or (B, T) and keep what every layer's encoding saw."""
     tokens = (tokens[None] if tokens.dim() == 1 else tokens).to(model.head.device)
-    gates: list[dict[str, Tensor]] = [{} for _ in model.model.layers]
-    hooks: list[Any] = []
-    for kept, block in zip(gates, model.model.layers, strict=True):
-        shift = block.self_attn.kv_shift  # type: ignore[union-attr]
-        if shift is not None:
-            hooks += [_keep_gate(shift.gate_k, kept, "key"), _keep_gate(shift.gate_v, kept, "value")]  # type: ignore[union-attr]
-    try:
-        seen = watch(model, model.model.encodings(), tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    layers = [block.self_attn for block in model.model.layers]
-    return [
-        LayerView(i, *each, gates[i], layers[i].window, layers[i].sinks)  # type: ignore[union-attr,arg-type]
-        for i, each in enumerate(seen)
+    layers: list[Any] = [block.self_attn for block in model.model.layers]
+    gates: list[dict[str, Tensor]] = [{} for _ in layers]
+    hooks = [
+        (linear, partial(_keep_gate, kept, name))
+        for kept, layer in zip(gates, layers, strict=True)
+        if (shift := layer.kv_shift) is not None
+        for name, linear in (("key", shift.gate_k), ("value", shift.gate_v))
     ]
+    with _hooked(hooks):
+        seen = watch(model, model.model.encodings(), tokens)
+    return [LayerView(i, *each, gates[i], layers[i].window, layers[i].sinks) for i, each in enumerate(seen)]
 
 
 @torch.no_grad()
@@ -89,33 +86,34 @@ def watch(
 ) -> list[tuple[Encoding, Sample, Encoded]]:
     """Run `model(tokens)` and keep what went into and came out of its encodings, in the order of the calls."""
     seen: list[tuple[Encoding, Sample, Encoded]] = []
-    different = {id(e): e for e in encodings}.values()
-    hooks = [e.register_forward_hook(_keeper(seen), with_kwargs=True) for e in different]
     training = model.training
     try:
-        model.eval()(tokens)
+        with _hooked((each, partial(_keep_call, seen)) for each in {id(e): e for e in encodings}.values()):
+            model.eval()(tokens)
     finally:
         model.train(training)
-        for hook in hooks:
-            hook.remove()
     return seen
 
 
-def _keeper(seen: list[tuple[Encoding, Sample, Encoded]]) -> Callable[..., None]:
-    def keep(encoding: Encoding, args: tuple[Tensor, Tensor], kwargs: dict[str, Any], code: Encoded) -> None:
-        q, k = args
-        v = kwargs["v"]
-        positions = torch.arange(q.shape[2], device=q.device)
-        seen.append((encoding, Sample(q, k, v, kwargs["x"], positions), code))
+@contextmanager
+def _hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
+    """Call a function after the forward of each module."""
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    return keep
+
+def _keep_call(seen: list[Any], encoding: Encoding, args: Any, kwargs: dict[str, Any], code: Encoded) -> None:
+    q, k = args
+    positions = torch.arange(q.shape[2], device=q.device)
+    seen.append((encoding, Sample(q, k, kwargs["v"], kwargs["x"], positions), code))
 
 
-def _keep_gate(linear: Any, kept: dict[str, Tensor], name: str) -> Any:
-    def keep(module: Any, args: Any, out: Tensor) -> None:
-        kept[name] = torch.sigmoid(out).transpose(1, 2)
-
-    return linear.register_forward_hook(keep)
+def _keep_gate(kept: dict[str, Tensor], name: str, module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+    kept[name] = torch.sigmoid(out).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -273,9 +271,9 @@ def _phase_gates(view: LayerView) -> Iterator[Gate]:
             yield Gate("phase added by each token", steps.flatten(2))
 
 
-def bias_reach(mean: Sequence[float], at: Sequence[int], level: float) -> int | None:
+def bias_reach(mean: Sequence[float], level: float) -> int | None:
     """The first distance at which exp(mean bias) is below `level`; None if it never falls so far."""
-    return next((d for d, b in zip(at, mean, strict=True) if b < math.log(level)), None)
+    return next((distance for distance, bias in enumerate(mean) if bias < math.log(level)), None)
 
 
 @dataclass(frozen=True)
@@ -293,14 +291,11 @@ def reach(view: LayerView) -> list[Reach]:
     """How far each head of a layer looks."""
     attention, bias = view.attention(), view.bias()
     half, most = (attention_reach(attention, share).tolist() for share in (0.5, 0.9))
-    every = range(view.length)
-    means = [[]] * len(half) if bias is None else by_distance(bias, every)[..., 0].tolist()
-    out = []
-    for head, mean in enumerate(means):
-        at = every if mean else ()
-        fallen = [bias_reach(mean, at, level) for level in (0.5, math.exp(-1))]
-        out.append(Reach(head, fallen[0], fallen[1], half[head], most[head]))
-    return out
+    means = [[]] * len(half) if bias is None else by_distance(bias, range(view.length))[..., 0].tolist()
+    return [
+        Reach(head, bias_reach(mean, 0.5), bias_reach(mean, math.exp(-1)), half[head], most[head])
+        for head, mean in enumerate(means)
+    ]
 
 
 def attention_reach(attention: Tensor, share: float) -> Tensor:

@@ -27,7 +27,7 @@ from .capture import (
     rotation_kernel,
     rotation_of,
 )
-from .singular_values import singular_values
+from .singular_values import action
 
 VERSION = 1
 #: of the sample text: tokens that are read, tokens of the heatmaps
@@ -71,7 +71,6 @@ def encoding_picture(encoding: Encoding, name: str, tokens: int = 128) -> dict[s
 def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, Any]:
     """The picture of layers that were observed."""
     at, fine = distances(views[0].length), _fine(views[0].length)
-    attention = {view.layer: view.attention() for view in views}
     biased = all(view.bias() is not None for view in views)
     different = {view.encoding.spec: view for view in views}.values()
     broken = [why for view in views if (why := view.encoding.breaks_relative_law) is not None]
@@ -86,13 +85,13 @@ def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, An
         "spectrum": [entry for view in views for entry in _spectrum(view)],
         "gates": [entry for view in views for entry in _gates(view)],
         "singular": [entry for view in views for entry in _singular(view, at)],
-        "singular_about": "; ".join(dict.fromkeys(singular_values(view, at)[1] for view in different)),
+        "singular_about": "; ".join(dict.fromkeys(action(view).about for view in different)),
         "reach": [entry for view in views for entry in _reach(view)],
         "heatmap_of": "bias" if biased else "attention",
         "heatmaps": [
             entry
             for view in views
-            for entry in _heatmaps(view.layer, _or(view.bias() if biased else None, attention[view.layer]))
+            for entry in _heatmaps(view.layer, view.bias() if biased else view.attention())
         ],
         "breaks_relative_law": "; ".join(dict.fromkeys(broken)) or None,
     }
@@ -101,10 +100,6 @@ def picture_of(views: Sequence[LayerView], words: Sequence[str]) -> dict[str, An
 def _fine(length: int) -> list[int]:
     """Dense enough for the fastest planes, which turn once in six tokens."""
     return [*range(min(length, 64)), *range(64, length, 2)]
-
-
-def _or(first: Tensor | None, second: Tensor) -> Tensor:
-    return second if first is None else first
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
@@ -167,7 +162,7 @@ def _sampled(values: Tensor, limit: int = 2**16) -> Tensor:
 
 
 def _singular(view: LayerView, at: Sequence[int]) -> Iterator[dict[str, Any]]:
-    values, _ = singular_values(view, at)
+    values = action(view).curves(at)
     if values is None or bool((values == 1).all()):  # a rotation: nothing to draw
         return
     for head in spread(range(values.shape[0]), HEADS):
@@ -187,8 +182,9 @@ def _reach(view: LayerView) -> Iterator[dict[str, Any]]:
         yield entry | ({"bias_half": each.bias_half} if biased else {})
 
 
-def _heatmaps(layer: int, pairs: Tensor) -> Iterator[dict[str, Any]]:
+def _heatmaps(layer: int, pairs: Tensor | None) -> Iterator[dict[str, Any]]:
     """The lower triangle of the first tokens: row t has t + 1 entries."""
+    assert pairs is not None
     for head in spread(range(pairs.shape[1]), HEADS):
         square = pairs[0, head, :WINDOW, :WINDOW]
         rows = [_rounded(square[t, : t + 1]) for t in range(square.shape[0])]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from ...groups.spectrum import path_bounds, singular_pair
 from .capture import LayerView, by_distance, frequencies, group_elements, parts_of, rotation_of
 
 DISTANCES = (1, 4, 16, 64, 256)
-LOGN = "no action over a distance: a factor of the query's position (Eq. Q1)"
 
 
 @dataclass(frozen=True)
@@ -48,69 +48,76 @@ class SpectralRow:
     difference: float
 
 
+@dataclass(frozen=True)
+class Action:
+    """The action of a layer over a distance: what it is, rows of formulas beside the explicit matrix, and curves.
+
+    `curves` are (H, n, 2): the largest and the smallest singular value at each of n distances.
+    """
+
+    about: str
+    rows: Callable[[Sequence[int]], list[SpectralRow]] = lambda at: []
+    curves: Callable[[Sequence[int]], Tensor | None] = lambda at: None
+
+
 def spectral_rows(view: LayerView) -> tuple[list[SpectralRow], str]:
     """Rows for distances within the text, and what is measured in words."""
-    within = [d for d in DISTANCES if d < view.length]
-    parts = parts_of(view.encoding)
-    special = [part for part in parts if isinstance(part, (LogN, PaTH, PoPE, ShiftSlope, XPos))]
-    if special and len(parts) > 1:
-        return [], "no closed form is known for this composition"
-    if isinstance(view.encoding, PoPE):
-        return [], "no matrix acts on queries and keys (Eq. M18)"
-    if isinstance(view.encoding, LogN):
-        return [], LOGN
-    if isinstance(view.encoding, XPos):
-        return [
-            _xpos_row(view, view.encoding, d) for d in within
-        ], "turned and faded planes in GL(D) (Eq. M17)"
-    if isinstance(view.encoding, PaTH):
-        return [_path_row(view, d) for d in within], (
-            "product of factors I − β w wᵀ along the last tokens (Eq. S7): determinant, and bounds of σ"
-        )
-    if isinstance(view.encoding, ShiftSlope):
-        return _shift_rows(view, view.encoding, within), "I + s A of the (D+1) lift, s = distance (Eq. S5)"
-    return _joint_rows(view, within), _about(view)
+    found = action(view)
+    return found.rows([d for d in DISTANCES if d < view.length]), found.about
 
 
-def _about(view: LayerView) -> str:
-    rotation, bias = rotation_of(view.encoding) is not None, view.bias() is not None
-    if rotation and bias:
-        return "rotation and slope as one action in GL(D+2) (Eq. S6), s = −(mean bias)"
-    if rotation:
-        return "rotation in SO(D) (Eq. S1-S3)"
-    if bias:
-        return "I + s E in GL(D+2) (Eq. S4), s = −(mean bias) of the head with the strongest bias"
-    return "the identity"
+def action(view: LayerView) -> Action:
+    """The action of a layer's encoding; without rows and curves where none is known."""
+    encoding, parts, bias = view.encoding, parts_of(view.encoding), view.bias()
+    if len(parts) > 1 and any(isinstance(part, (LogN, PaTH, PoPE, ShiftSlope, XPos)) for part in parts):
+        return Action("no closed form is known for this composition")
+    if isinstance(encoding, PoPE):
+        return Action("no matrix acts on queries and keys (Eq. M18)")
+    if isinstance(encoding, LogN):
+        return Action("no action over a distance: a factor of the query's position (Eq. Q1)")
+    if isinstance(encoding, XPos):
+        rows, curves = partial(_xpos_rows, view, encoding), partial(_xpos_curves, encoding)
+        return Action("turned and faded planes in GL(D) (Eq. M17)", rows, curves)
+    if isinstance(encoding, PaTH):
+        about = "product of the factors I − β w wᵀ of the last tokens (Eq. S7)"
+        return Action(about, partial(_path_rows, view), partial(_path_curves, view))
+    if isinstance(encoding, ShiftSlope):
+        about = "I + s A of the (D+1) lift, |s A| = rate × distance (Eq. S5)"
+        return Action(about, partial(_shift_rows, encoding), partial(_shift_curves, encoding))
+    about = "the identity" if bias is None else "I + s E in GL(D+2) (Eq. S4), s = −(mean bias)"
+    if rotation_of(encoding) is not None:
+        joint = "rotation and slope as one action in GL(D+2) (Eq. S6), s = −(mean bias)"
+        about = joint if bias is not None else "rotation in SO(D) (Eq. S1-S3): every singular value is 1"
+    return Action(about, partial(_joint_rows, view, bias), partial(_joint_curves, view, bias))
 
 
 def _row(distance: int, head: int, quantities: list[Quantity]) -> SpectralRow:
     return SpectralRow(distance, head, quantities, max(q.difference for q in quantities))
 
 
-def _joint_rows(view: LayerView, within: Sequence[int]) -> list[SpectralRow]:
-    """Rotation, slope, both, or neither: one explicit matrix for each distance."""
+def _joint_rows(view: LayerView, bias: Tensor | None, within: Sequence[int]) -> list[SpectralRow]:
+    """One explicit matrix for each distance."""
     width = view.encoding.shape.head_dim
-    found, bias = group_elements(view), view.bias()
-    elements = None if found is None else found[1]
+    found = group_elements(view)
     strength = torch.zeros(1, len(within)) if bias is None else -by_distance(bias, within)[..., 0]
     head = int(strength.abs().sum(-1).argmax())
+    group = head // view.encoding.shape.group
     rows = []
-    for i, distance in enumerate(within):
-        s = strength[head, i].double()
-        turned = _relative(elements, head // view.encoding.shape.group, distance, width)
-        matrix = _explicit(turned, s, width) if bias is not None else turned
-        quantities = _singular(matrix, s)
-        if elements is not None:
-            quantities.append(_trace(view, turned, head // view.encoding.shape.group, distance))
+    for s, distance in zip(strength[head].double(), within, strict=True):
+        turned = torch.eye(width, dtype=torch.float64)
+        if found is not None:  # G_0^T G_d, the rotation between two tokens so far apart
+            turned = found[1][group, 0].double().T @ found[1][group, distance].double()
+        quantities = _singular(turned if bias is None else _explicit(turned, s, width), s)
+        if found is not None:
+            quantities.append(_trace(view, turned, group, distance))
         rows.append(_row(distance, head, quantities))
     return rows
 
 
-def _relative(elements: Tensor | None, head: int, distance: int, width: int) -> Tensor:
-    """G_0^T G_d, the rotation between two tokens so far apart."""
-    if elements is None:
-        return torch.eye(width, dtype=torch.float64)
-    return elements[head, 0].double().T @ elements[head, distance].double()
+def _joint_curves(view: LayerView, bias: Tensor | None, at: Sequence[int]) -> Tensor:
+    if bias is None:
+        return torch.ones(view.encoding.shape.heads, len(at), 2, dtype=torch.float64)
+    return torch.stack(singular_pair(by_distance(bias, at)[..., 0]), -1)
 
 
 def _explicit(turned: Tensor, s: Tensor, width: int) -> Tensor:
@@ -152,95 +159,78 @@ def _phase(view: LayerView, head: int, distance: int) -> Tensor:
     raise ValueError("no contextual rotation in this encoding")
 
 
-def _xpos_row(view: LayerView, encoding: XPos, distance: int) -> SpectralRow:
+def _xpos_rows(view: LayerView, encoding: XPos, within: Sequence[int]) -> list[SpectralRow]:
     """The matrix between a query and a key so far before it: sigma is zeta^(distance / scale_base) of each plane."""
     elements = group_elements(view)
     assert elements is not None
     q, k = (each[0].double() for each in elements)
-    values = torch.linalg.svdvals(q[distance].T @ k[0])
-    closed = torch.exp(-encoding.rates(q.device) * distance)
-    largest = 1.0 if encoding.shape.head_dim % 2 else float(closed.max())
-    quantities = [
-        Quantity("largest σ", largest, float(values[0])),
-        Quantity("smallest σ", float(closed.min()), float(values[-1])),
-    ]
-    return _row(distance, 0, quantities)
+    rows = []
+    for distance, closed in zip(within, _xpos_curves(encoding, within)[0].tolist(), strict=True):
+        measured = torch.linalg.svdvals(q[distance].T @ k[0])[[0, -1]].tolist()
+        pairs = zip(("largest σ", "smallest σ"), closed, measured, strict=True)
+        rows.append(_row(distance, 0, [Quantity(*each) for each in pairs]))
+    return rows
 
 
-def _xpos_singular_values(encoding: XPos, at: Sequence[int]) -> Tensor:
-    """(H, n, 2), the same for all heads; the last feature of an odd head is left alone."""
+def _xpos_curves(encoding: XPos, at: Sequence[int]) -> Tensor:
+    """The same for all heads; the last feature of an odd head is left alone."""
     closed = torch.exp(-encoding.rates(encoding.frequencies.initial.device) * torch.tensor(at)[:, None])
     largest = torch.ones(len(at)) if encoding.shape.head_dim % 2 else closed.amax(-1)
     return torch.stack([largest.double(), closed.amin(-1).double()], -1).expand(encoding.shape.heads, -1, -1)
 
 
-def _shift_rows(view: LayerView, encoding: ShiftSlope, within: Sequence[int]) -> list[SpectralRow]:
-    rate = (encoding.slopes * F.softplus(encoding.strength)).double() * encoding.shape.head_dim**-0.5
+def _shift_rates(encoding: ShiftSlope) -> Tensor:
+    """(H,): what each head's bias grows by with each token, for a key along its direction."""
+    return (encoding.slopes * F.softplus(encoding.strength)).detach().double() * encoding.shape.head_dim**-0.5
+
+
+def _shift_rows(encoding: ShiftSlope, within: Sequence[int]) -> list[SpectralRow]:
+    rate = _shift_rates(encoding)
     head = int(rate.argmax())
     direction = F.normalize(encoding.u[head // encoding.shape.group, 0].double(), dim=-1)
     p, q = shift_generator(rate[head] * direction)
-    rows = []
-    for distance in within:
-        s = torch.tensor(float(distance), dtype=torch.float64)
-        rows.append(_row(distance, head, _singular(Unipotent(p, q, s).as_matrix(), s * rate[head])))
-    return rows
+    at = torch.tensor(within, dtype=torch.float64)
+    return [_row(int(s), head, _singular(Unipotent(p, q, s).as_matrix(), s * rate[head])) for s in at]
 
 
-def _path_row(view: LayerView, distance: int) -> SpectralRow:
+def _shift_curves(encoding: ShiftSlope, at: Sequence[int]) -> Tensor:
+    s = _shift_rates(encoding)[:, None] * torch.tensor(at, dtype=torch.float64)
+    return torch.stack(singular_pair(s), -1)
+
+
+def _path_factors(view: LayerView) -> tuple[Tensor, Tensor]:
+    """w (Hkv, T, D), of length 1, and beta (Hkv, T)."""
     bias = view.code.bias
     assert isinstance(bias, TileBias)
-    w, beta = (bias.key[name][0, 0, -distance:].double() for name in ("w", "beta"))
-    w = F.normalize(w, dim=-1)  # made in float32: unit only to 1e-7
-    product = torch.eye(w.shape[-1], dtype=torch.float64)
-    for direction, strength in zip(w, beta, strict=True):
-        product = product @ (torch.eye(w.shape[-1]).double() - strength * torch.outer(direction, direction))
-    determinant, lower, upper = path_bounds(beta)
-    values = torch.linalg.svdvals(product)
-    quantities = [
-        Quantity("determinant", float(determinant), float(torch.linalg.det(product))),
-        Quantity("smallest σ ≥", float(lower), float(values[-1])),
-        Quantity("largest σ ≤", float(upper), float(values[0])),
-    ]
-    return SpectralRow(distance, 0, quantities, quantities[0].difference)
+    return F.normalize(bias.key["w"][0].double(), dim=-1), bias.key["beta"][0].double()
 
 
-def singular_values(view: LayerView, at: Sequence[int]) -> tuple[Tensor | None, str]:
-    """((H, n, 2) largest and smallest singular value of the action over a distance, how it was found)."""
-    encoding, bias = view.encoding, view.bias()
-    parts = parts_of(encoding)
-    if len(parts) > 1 and any(isinstance(part, (LogN, PaTH, PoPE, ShiftSlope, XPos)) for part in parts):
-        return None, "no closed form is known for this composition"
-    if isinstance(encoding, LogN):
-        return None, LOGN
-    if isinstance(encoding, PoPE):
-        return None, "no matrix acts on queries and keys (Eq. M18)"
-    if isinstance(encoding, XPos):
-        return _xpos_singular_values(encoding, at), "of turned and faded planes in GL(D) (Eq. M17)"
-    if isinstance(encoding, PaTH):
-        return path_singular_values(view, at), "of the product of the factors, measured on the text"
-    if isinstance(encoding, ShiftSlope):
-        rate = encoding.slopes * F.softplus(encoding.strength) * encoding.shape.head_dim**-0.5
-        s = rate.detach().double()[:, None] * torch.tensor(at, dtype=torch.float64)
-        return torch.stack(singular_pair(s), -1), "of I + s A with |s A| = rate × distance (Eq. S5)"
-    if bias is None:
-        ones = torch.ones(encoding.shape.heads, len(at), 2, dtype=torch.float64)
-        return ones, "a rotation: every singular value is 1 at every distance (Eq. S2)"
-    s = by_distance(bias, at)[..., 0]
-    return torch.stack(singular_pair(s), -1), "of I + s E with s = −(mean bias) (Eq. S4)"
-
-
-def path_singular_values(view: LayerView, at: Sequence[int]) -> Tensor:
-    """(H, n, 2) of H_{j+1} … H_t over the last tokens of the text, for PaTH."""
-    bias = view.code.bias
-    assert isinstance(bias, TileBias)
-    w, beta = bias.key["w"][0].double(), bias.key["beta"][0].double()
+def _path_products(view: LayerView, at: Sequence[int]) -> Tensor:
+    """(Hkv, n, D, D): the product of the factors of so many of the last tokens."""
+    w, beta = _path_factors(view)
     product = torch.eye(w.shape[-1], dtype=torch.float64).repeat(w.shape[0], 1, 1)
     found = {0: product}
     for distance in range(1, max(at) + 1):
         last, strength = w[:, -distance], beta[:, -distance, None, None]
-        factor = torch.eye(w.shape[-1], dtype=torch.float64) - strength * last[:, :, None] * last[:, None]
-        product = factor @ product
-        if distance in at:
-            found[distance] = product
-    values = torch.linalg.svdvals(torch.stack([found[d] for d in at], 1))
+        found[distance] = product = product - strength * last[:, :, None] * (last[:, None] @ product)
+    return torch.stack([found[d] for d in at], 1)
+
+
+def _path_rows(view: LayerView, within: Sequence[int]) -> list[SpectralRow]:
+    beta = _path_factors(view)[1]
+    rows = []
+    for distance, product in zip(within, _path_products(view, within)[0], strict=True):
+        determinant, lower, upper = path_bounds(beta[0, -distance:])
+        values = torch.linalg.svdvals(product)
+        quantities = [
+            Quantity("determinant", float(determinant), float(torch.linalg.det(product))),
+            Quantity("smallest σ ≥", float(lower), float(values[-1])),
+            Quantity("largest σ ≤", float(upper), float(values[0])),
+        ]
+        rows.append(SpectralRow(distance, 0, quantities, quantities[0].difference))
+    return rows
+
+
+def _path_curves(view: LayerView, at: Sequence[int]) -> Tensor:
+    values = torch.linalg.svdvals(_path_products(view, at))
     return values[..., [0, -1]].repeat_interleave(view.encoding.shape.group, 0)

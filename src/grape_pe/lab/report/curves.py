@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .cells import short_count
@@ -18,6 +17,8 @@ from .style import Looks
 POINTS = 160
 #: losses this far above the best are drawn outside the frame, so that the others can be told apart
 HEADROOM = 2.0
+LOSS = axis("loss (nats a token)")
+GAP = axis("loss difference", zeroline=True, zerolinecolor="var(--muted)")
 SEEDS = "Lines are means over seeds, bands run from the lowest to the highest seed."
 
 
@@ -46,19 +47,14 @@ def _evaluated(of: Callable[[Evaluation], Curve]) -> Callable[[LanguageRun], Cur
     return lambda run: {} if run.evaluation is None else of(run.evaluation)
 
 
-def _losses(
-    key: str, title: str, caption: str, data: list[Trace], across: dict[str, Any], **more: Any
-) -> Figure:
-    layout = {"xaxis": across, "yaxis": axis("loss (nats a token)", **_frame(data))}
-    return Figure(key, title, caption, one_view(data), layout, **more)
-
-
-def _gaps(
-    key: str, title: str, caption: str, views: list[View], across: dict[str, Any], **more: Any
-) -> Figure:
+def _figure(
+    key: str, title: str, caption: str, views: Sequence[View], across: dict[str, Any],
+    down: dict[str, Any] = LOSS, mark: dict[str, Any] | None = None, **more: Any,
+) -> Figure:  # fmt: skip
+    """A figure of losses that names the arms that leave its frame."""
     data = [trace for view in views for trace in view.data]
-    down = axis("loss difference", zeroline=True, zerolinecolor="var(--muted)", **_frame(data))
-    return Figure(key, title, caption + _outside(data), views, {"xaxis": across, "yaxis": down}, **more)
+    layout = {"xaxis": across, "yaxis": {**down, **_frame(data)}, **(mark or {})}
+    return Figure(key, title, caption + _outside(data), views, layout, **more)
 
 
 def budget_figures(results: Results, looks: Looks) -> list[Figure]:
@@ -70,18 +66,18 @@ def budget_figures(results: Results, looks: Looks) -> list[Figure]:
     across = axis("tokens trained on", type="log", tickvals=list(found), ticktext=names)
     points = _evaluated(lambda run: curve((b.tokens, b.loss) for b in run.budgets))
     best = list(found.values())[-1].best
-    losses = _losses(
+    losses = _figure(
         "budgets", "Loss by tokens trained on",
-        "Validation loss of a model trained on so many tokens, its learning rate brought down to the end each "
+        "Validation loss of a model trained on this many tokens, its learning rate decayed to the end each "
         f"time. {SEEDS}",
-        _traces(results, looks, points, markers=True), across,
+        one_view(_traces(results, looks, points, markers=True)), across,
     )  # fmt: skip
-    gaps = _gaps(
+    gaps = _figure(
         "budget-gaps", f"Behind {best}, by tokens trained on",
         "Differences of runs of the same seed. Bars: 95% intervals over seeds, simultaneous over all pairs of "
         "encodings at one budget; one that stays off zero is beyond chance. Whether a gap closes is judged on its "
         "change within seeds (last column of the table), not by comparing bars.",
-        [View("", gap_traces(found, best, looks))], across,
+        one_view(gap_traces(found, best, looks)), across, GAP,
     )  # fmt: skip
     return [losses, gaps]
 
@@ -94,7 +90,7 @@ def training(results: Results, looks: Looks) -> Figure:
         "the table says where."
     )
     data = _traces(results, looks, lambda run: _binned(run.train_curve, bin_width))
-    return _losses("training", "Training loss", caption, data, axis("step"))
+    return _figure("training", "Training loss", caption, one_view(data), axis("step"))
 
 
 def _binned(curve: Curve, width: float) -> Curve:
@@ -110,7 +106,7 @@ def validation(results: Results, looks: Looks) -> Figure:
         "each run."
     )
     data = _traces(results, looks, lambda run: run.validation_curve, markers=True)
-    return _losses("validation", "Validation loss while training", caption, data, axis("step"))
+    return _figure("validation", "Validation loss while training", caption, one_view(data), axis("step"))
 
 
 def by_position(results: Results, looks: Looks) -> Figure:
@@ -118,11 +114,11 @@ def by_position(results: Results, looks: Looks) -> Figure:
     data = _traces(results, looks, points)
     across = doubling_axis("position in the text", max((x for t in data for x in t["x"]), default=1))
     caption = (
-        "How well the token at each position is predicted. A falling curve uses its context; one that turns "
-        f"up to the right of the training length does not carry over to longer texts.{_outside(data)}"
+        "Mean loss of the token at each position. Where the curve falls, more context helps. Where it rises beyond "
+        "the training length, the model does not generalize to longer texts."
     )
-    figure = _losses("by-position", "Loss by position", caption, data, across, wide=True)
-    return replace(figure, layout={**figure.layout, **_mark(results.train_length, "training length")})
+    mark = _mark(results.train_length, "training length")
+    return _figure("by-position", "Loss by position", caption, one_view(data), across, mark=mark, wide=True)
 
 
 def _mark(x: float | None, text: str) -> dict[str, Any]:
@@ -148,16 +144,14 @@ def extrapolation(results: Results, looks: Looks, windowed: bool) -> Figure:
     data = _traces(results, looks, points, markers=True)
     key, how, look = (
         ("window", "with a window of the training length",
-         "Attention reaches back one training length only, so no distance is new. Compare with full "
-         "attention: the difference is what unknown distances cost.")
+         "Attention is limited to one training length, so all distances were seen in training. The difference to "
+         "full attention is the cost of unseen distances.")
         if windowed
         else ("full", "full attention",
-              "Flat or falling is good: the encoding copes with distances it was never trained on.")
+              "Flat or falling is good: the encoding generalizes to distances not seen in training.")
     )  # fmt: skip
-    span = (
-        f"Loss on texts of 1 to {max(ticks, default=1):g} times the training length. {look}{_outside(data)}"
-    )
-    return _losses(f"extrapolation-{key}", f"Longer texts, {how}", span, data, _times(ticks))
+    span = f"Loss on texts of 1 to {max(ticks, default=1):g} times the training length. {look}"
+    return _figure(f"extrapolation-{key}", f"Longer texts, {how}", span, one_view(data), _times(ticks))
 
 
 def _multiples(results: Results, windowed: bool = False) -> list[float]:
@@ -180,11 +174,11 @@ def behind_by_length(results: Results, looks: Looks) -> Figure:
         found = dict(zip(times, (compared(results, length) for length in results.lengths()), strict=True))
         known = {x: each for x, each in found.items() if best in each.means}
         views += [View(name, gap_traces(known, best, looks))] if known else []
-    return _gaps(
+    return _figure(
         "behind-by-length", f"Behind {best}, by length",
         "Full attention. 95% intervals, simultaneous over all pairs of encodings at one length. Those over seeds "
         "pair runs of a seed, those over text pair stretches of text; each covers its own uncertainty only.",
-        views, _times(times), choose="Intervals over", wide=True,
+        views, _times(times), GAP, choose="Intervals over", wide=True,
     )  # fmt: skip
 
 
@@ -208,6 +202,8 @@ def _leaving(data: list[Trace]) -> tuple[float, list[str]]:
 
 
 def _outside(data: list[Trace]) -> str:
+    """Names the arms that leave the frame, unless all do, as at the beginning of training."""
     _, gone = _leaving(data)
     leave = "leaves" if len(gone) == 1 else "leave"
-    return f" {', '.join(gone)} {leave} the frame; double-click shows all." if gone else ""
+    some = 0 < len(gone) < len({trace["meta"]["arm"] for trace in data})
+    return f" {', '.join(gone)} {leave} the frame; double-click shows all." if some else ""

@@ -82,27 +82,31 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def line(x: Sequence[float], y: Sequence[float | None], **more: Any) -> Trace:
-    return {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), **more}
+def curve(
+    name: str, x: Sequence[float], y: Sequence[float | None], color: str, dash: str = "solid", **more: Any
+) -> Trace:
+    look = {"color": color, "dash": dash, "width": 2}
+    found = {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "name": plot_text(name)}
+    return found | {"line": look, "hovertemplate": "%{y:.4g}", **more}
 
 
 def band(x: Sequence[float], low: Sequence[Any], high: Sequence[Any], style: Style, opacity: float) -> Trace:
-    """A shaded area between two curves."""
-    look = {
-        "fill": "toself",
-        "fillcolor": style.faint(opacity),
+    """A shaded area between two curves, without a name."""
+    return {
+        "type": "scatter", "mode": "lines", "x": [*x, *x[::-1]], "y": [*high, *low[::-1]], "hoverinfo": "skip",
+        "showlegend": False, "fill": "toself", "fillcolor": style.faint(opacity),
         "line": {"width": 0, "color": style.faint(0)},
-    }
-    return line([*x, *x[::-1]], [*high, *low[::-1]], hoverinfo="skip", **look)
+    }  # fmt: skip
 
 
-def arm_line(label: str, style: Style, x: Sequence[float], y: Iterable[float], markers: bool) -> Trace:
-    return line(
-        x, [short(v) for v in y], name=plot_text(label), meta={"arm": label}, hovertemplate="%{y:.4f}",
-        mode="lines+markers" if markers else "lines",
-        line={"color": style.color, "dash": style.dash, "width": 2},
-        marker={"color": style.color, "symbol": style.symbol, "size": 7},
-    )  # fmt: skip
+def arm_curve(label: str, style: Style, x: Sequence[float], y: Iterable[float], markers: bool) -> Trace:
+    """A curve that hides with its arm."""
+    marker = {"color": style.color, "symbol": style.symbol, "size": 7}
+    shown = {"mode": "lines+markers", "marker": marker} if markers else {}
+    values = [short(v) for v in y]
+    return curve(
+        label, x, values, style.color, style.dash, meta={"arm": label}, hovertemplate="%{y:.4f}", **shown
+    )
 
 
 def mean_and_band(label: str, style: Style, curves: Iterable[Curve], markers: bool = False) -> list[Trace]:
@@ -115,7 +119,7 @@ def mean_and_band(label: str, style: Style, curves: Iterable[Curve], markers: bo
     if not at:
         return []
     across, values = [short(v) for v in at], [points[v] for v in at]
-    mean = arm_line(label, style, across, (sum(ys) / len(ys) for ys in values), markers)
+    mean = arm_curve(label, style, across, (sum(ys) / len(ys) for ys in values), markers)
     if all(len(ys) == 1 for ys in values):
         return [mean]
     low, high = ([short(f(ys)) for ys in values] for f in (min, max))
@@ -127,7 +131,7 @@ def gap_traces(found: Mapping[Any, Blocks], best: str, looks: Looks) -> list[Tra
     out = []
     for label in dict.fromkeys(label for each in found.values() for label in each.means):
         gaps = {x: each.difference(label, best) for x, each in found.items() if label in each.means}
-        trace = arm_line(label, looks[label], list(gaps), (gap.mean for gap in gaps.values()), True)
+        trace = arm_curve(label, looks[label], list(gaps), (gap.mean for gap in gaps.values()), True)
         margins = [0.0 if gap.high is None else short(gap.high - gap.mean) for gap in gaps.values()]
         bars = {"type": "data", "array": margins, "color": looks[label].color, "thickness": 1.2}
         out.append(trace | ({"error_y": bars} if any(margins) else {}))

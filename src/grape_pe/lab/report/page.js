@@ -59,8 +59,13 @@
       const columns = trace.texttemplate && trace.z && trace.z.length ? trace.z[0].length : 1;
       if (columns * 22 > plot.clientWidth - 110) trace.texttemplate = "";  // would not fit the cells
     }
+    const layout = themed(resolved(figure.layout)), across = layout.xaxis;
+    if (across.tickangle === -90 && across.ticktext) {
+      const step = Math.ceil((11 * across.ticktext.length) / (plot.clientWidth - 130));  // labels that do not overlap
+      for (const key of ["tickvals", "ticktext"]) across[key] = across[key].filter((_, i) => i % step === 0);
+    }
     plot.dataset.drawn = "yes";
-    return Plotly.react(plot, data, themed(resolved(figure.layout)), { displayModeBar: false, responsive: true });
+    return Plotly.react(plot, data, layout, { displayModeBar: false, responsive: true });
   }
 
   const redraw = () => plots.filter((plot) => plot.dataset.drawn).forEach(draw);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
@@ -12,7 +12,7 @@ from typing import Any
 
 from ...extras import require
 from ..files import write_text, writing
-from .cells import Cell, Table
+from .cells import NOTE, each_in
 from .curves import loss_figures
 from .figure import Figure
 from .picture_figures import picture_figures
@@ -23,8 +23,6 @@ from .scores import cost_figures, ranking_figure, task_figures
 from .style import Looks, Style, palette_css, styles
 from .tables import ranking_table, tables
 from .verdict import Verdict, verdict
-
-NOTE = '<p class="note">{}</p>'
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
@@ -48,7 +46,7 @@ def write_page(text: str, out: Path) -> Path:
 def report_page(results: Results) -> str:
     """The page of comparisons or runs."""
     looks = styles(results.arms)
-    made = {table.key: table_html(table, looks) for table in tables(results)}
+    made = tables_html(results, looks)
 
     def shown(*keys: str) -> str:
         return "".join(made.get(key, "") for key in keys)
@@ -62,11 +60,9 @@ def report_page(results: Results) -> str:
         part("cost", "Speed and memory", cost_figures(results, looks)),
         part("rates", "Learning rates", after=shown("sweep")),
         pictures(results, looks),
-        part(
-            "about", "How this was measured", after="".join(map(recipe_html, results.recipes)), link="Method"
-        ),
+        method(results.recipes),
     ]
-    return page(_title(results), [part for part in parts if part.body], legend(results.arms, looks))
+    return page(_title(results), parts, legend(results.arms, looks))
 
 
 def _title(results: Results) -> str:
@@ -85,15 +81,14 @@ class Part:
 
 def part(
     key: str, title: str, figures: Sequence[Figure] = (), small: Sequence[Figure] = (),
-    *, lead: str = "", after: str = "", link: str = "",
+    *, lead: str = "", before: str = "", after: str = "", link: str = "", inside: Sequence[Figure] = (),
 ) -> Part:  # fmt: skip
-    body = f"{grid(figures)}{grid(small, 'small')}{after}"
+    """A part with a heading; `inside` are figures that `after` places."""
+    body = f"{before}{grid(figures)}{grid(small, 'small')}{after}"
     intro = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    return Part(key, link or title, body and f"<h2>{escape(title)}</h2>{intro}{body}", [*figures, *small])
-
-
-def each_in(template: str, texts: Iterable[str]) -> str:
-    return "".join(template.format(escape(text)) for text in texts)
+    return Part(
+        key, link or title, body and f"<h2>{escape(title)}</h2>{intro}{body}", [*figures, *small, *inside]
+    )
 
 
 def grid(figures: Sequence[Figure], kind: str = "") -> str:
@@ -134,7 +129,7 @@ def _shipped(results: Results, looks: Looks) -> Part:
     if (place := shipped_with(results)) is None:
         return part("shipped", "")
     found = read_results([place])
-    table = table_html(replace(ranking_table(found), key="shipped").filled(), looks)
+    table = replace(ranking_table(found), key="shipped").filled().html(marked(looks))
     return part(
         "shipped", f"Shipped results of grape compare {place.stem}", link="Shipped results",
         lead="A longer comparison, which comes with grape-pe; it was not run on this machine.",
@@ -142,37 +137,16 @@ def _shipped(results: Results, looks: Looks) -> Part:
     )  # fmt: skip
 
 
-def table_html(table: Table, looks: Looks) -> str:
-    """A table with its title (but for one that is a part of its own), caption and notes."""
-    rows = [
-        f"<tr>{_row_head(label, looks.get(label))}{''.join(map(cell_html, cells))}</tr>"
-        for label, cells in table.rows
-    ]
-    title = f"<h3>{escape(table.title)}</h3>" if table.title and table.key not in ("lm", "sweep") else ""
-    return (
-        f"{title}{sortable(table.key, table.heads, rows)}"
-        f'<p class="caption">{escape(table.caption)}</p>{each_in(NOTE, table.notes)}'
-    )
+def tables_html(results: Results, looks: Looks) -> dict[str, str]:
+    """Tables by key; those that are a part of the page have its title."""
+    own = ("lm", "passkey", "sweep")
+    made = (replace(each, title="") if each.key in own else each for each in tables(results))
+    return {each.key: each.html(marked(looks)) for each in made}
 
 
-def sortable(key: str, heads: Iterable[str], rows: Iterable[str]) -> str:
-    """A table of encodings that can be sorted by its headings."""
-    columns = each_in('<th scope="col"><button type="button">{}</button></th>', ("encoding", *heads))
-    return (
-        f'<div class="scroll" tabindex="0"><table id="table-{key}"><thead><tr>{columns}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _row_head(label: str, style: Style | None) -> str:
-    swatch = f"{style.swatch} " if style else ""
-    return f'<th scope="row" data-value="{escape(label)}">{swatch}{escape(label)}</th>'
-
-
-def cell_html(cell: Cell) -> str:
-    small = f"<small>{escape(cell.small)}</small>" if cell.small else ""
-    value = "" if cell.value is None else cell.value
-    return f'<td data-value="{value}">{cell.picture}{escape(cell.text) or ("" if cell.picture else "–")}{small}</td>'
+def marked(looks: Looks) -> Callable[[str], str]:
+    """HTML of an arm's label, after a line in its colour."""
+    return lambda label: f"{looks[label].swatch} {escape(label)}" if label in looks else escape(label)
 
 
 def legend(arms: Sequence[ArmResults], looks: Looks) -> str:
@@ -188,7 +162,7 @@ def legend(arms: Sequence[ArmResults], looks: Looks) -> str:
 
 def _tasks(results: Results) -> Part:
     figures, small = task_figures(results)
-    deep = " Small panels: how deep in the text the thing to find stood (0% is the beginning)."
+    deep = " Small panels: by the depth of the answer in the text (0% is the beginning)."
     return part("tasks", "Tasks", figures, small, lead="Numbers are percent." + (deep if small else ""))
 
 
@@ -199,8 +173,10 @@ def pictures(results: Results, looks: Looks) -> Part:
             made = picture_figures(arm.picture, looks[arm.label], f"picture-{index}")
             blocks += picture_html(arm.label, arm.picture, made, looks[arm.label], opened=not blocks)
             figures += made
-    lead = "What each encoding learned to do: the first seed's model reads a sample text. Best first."
-    return replace(part("pictures", "Pictures", lead=lead, after=blocks), figures=figures)
+    lead = (
+        "What each encoding learned, measured on a sample text with the model of the first seed. Best first."
+    )
+    return part("pictures", "Pictures", inside=figures, lead=lead, after=blocks)
 
 
 def picture_html(
@@ -224,16 +200,20 @@ def picture_page(label: str, picture: Mapping[str, Any]) -> str:
     return page(f"{label}: a position encoding", [Part("picture", "Picture", body, figures)])
 
 
-def recipe_html(recipe: Recipe) -> str:
-    shown = {
-        "command": recipe.command,
-        "seeds": ", ".join(map(str, recipe.seeds)),
-        "machine": _listed(recipe.machine),
-        "versions": _listed(recipe.versions),
-        "recipe": _listed(recipe.settings),
-    }
-    items = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in shown.items() if v)
-    return f"<h3>{escape(recipe.name)}</h3><dl>{items}</dl>"
+def method(recipes: Sequence[Recipe]) -> Part:
+    """The last part: what was run, and where."""
+    body = ""
+    for recipe in recipes:
+        shown = {
+            "command": recipe.command,
+            "seeds": ", ".join(map(str, recipe.seeds)),
+            "machine": _listed(recipe.machine),
+            "versions": _listed(recipe.versions),
+            "recipe": _listed(recipe.settings),
+        }
+        items = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in shown.items() if v)
+        body += f"<h3>{escape(recipe.name)}</h3><dl>{items}</dl>"
+    return part("about", "How this was measured", after=body, link="Method")
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -241,7 +221,11 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def page(title: str, sections: Sequence[Part], legend: str = "") -> str:
-    """The whole document: styles, contents, sections, figures as data with plotly if there are any, and the script."""
+    """The whole document: styles, contents, sections, figures as data with plotly if there are any, and the script.
+
+    Sections without a body are left out.
+    """
+    sections = [each for each in sections if each.body]
     payload = {figure.key: figure.payload() for section in sections for figure in section.figures}
     data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     links = "".join(f'<a href="#{s.key}">{escape(s.link)}</a>' for s in sections)

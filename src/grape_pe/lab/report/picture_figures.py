@@ -14,17 +14,17 @@ from .figure import (
     View,
     axis,
     band,
+    curve,
     decade_axis,
     doubling_axis,
     heatmap,
-    line,
     one_view,
     plot_text,
 )
 from .scores import SCORE_SCALE
 from .style import Style
 
-#: exp(-8) is 0.0003: below this a token is as good as invisible
+#: exp(-8) is 0.0003: below this a token has almost no weight
 FLOOR = -8.0
 RAMP = [[0.0, "var(--heat-0)"], [0.5, "var(--heat-1)"], [1.0, "var(--heat-2)"]]
 #: heads and layers are named in the figure itself: they share the colour of their encoding
@@ -67,11 +67,6 @@ def _shade(style: Style, index: int, count: int) -> str:
     return style.faint(round(0.5 + 0.5 * index / (count - 1), 2)) if count > 1 else style.color
 
 
-def _line(x: Sequence[float], y: Sequence[float | None], color: str, name: str, dash: str = "") -> Trace:
-    look = {"color": color, "width": 1.8} | ({"dash": dash} if dash else {})
-    return line(x, y, name=name, line=look, hovertemplate="%{y:.3g}")
-
-
 def _heads(at: Sequence[int], style: Style) -> Callable[[Entries], list[Trace]]:
     """A line for each head; bands too, where there are few."""
 
@@ -79,8 +74,8 @@ def _heads(at: Sequence[int], style: Style) -> Callable[[Entries], list[Trace]]:
         out = []
         for index, entry in enumerate(entries):
             if "low" in entry and len(entries) <= 8:
-                out.append(band(at, entry["low"], entry["high"], style, 0.07) | {"showlegend": False})
-            out.append(_line(at, entry["mean"], _shade(style, index, len(entries)), _name(entry["head"])))
+                out.append(band(at, entry["low"], entry["high"], style, 0.07))
+            out.append(curve(_name(entry["head"]), at, entry["mean"], _shade(style, index, len(entries))))
         return out
 
     return traces
@@ -96,9 +91,9 @@ def _bias(picture: Picture, style: Style) -> Figure:
     down = axis("bias", range=[max(FLOOR, 1.08 * bottom), max(0.3, 1.08 * min(top, 8.0))])
     return Figure(
         "bias", "Bias against distance",
-        "What is added to the logit of a token so many tokens back: a line for each head, the mean over the "
-        "sample text, and a band from its 5% to its 95% quantile where content decides. At −0.7 a token's "
-        "weight is halved; below −7 it is as good as gone.",
+        "The bias of a key at each distance: one line a head, the mean over the sample text, with a band from the "
+        "5% to the 95% quantile where it depends on content. A bias of −0.7 halves the weight; below −7 almost "
+        "nothing is left.",
         _by_layer(picture["bias"], _heads(picture["distances"], style)), _by_distance(picture, down),
     )  # fmt: skip
 
@@ -107,8 +102,8 @@ def _kernel(picture: Picture, style: Style) -> Figure:
     at = picture.get("kernel_distances", picture["distances"])
     return Figure(
         "kernel", "Rotation against distance",
-        "How much of a match survives the rotation: the mean score of a vector with itself so many tokens "
-        "away, 1 at distance 0. It falls as fast planes fall out of step, and swings where few are left.",
+        "Mean score of a vector with itself at each distance, 1 at distance 0. It falls as the planes, which turn at "
+        "different frequencies, go out of phase.",
         _by_layer(picture["kernel"], _heads(at, style)),
         _by_distance(picture, axis("tr G / D", range=[-0.35, 1.05])),
     )  # fmt: skip
@@ -117,35 +112,37 @@ def _kernel(picture: Picture, style: Style) -> Figure:
 def _spectrum(picture: Picture, style: Style) -> Figure:
     entries = picture["spectrum"]
     learned = bool(entries) and "initial" in entries[0]
-    data = [_waves(entries[0]["initial"], "var(--muted)", "initial", "dot")] if learned else []
+    data = [_waves("initial", entries[0]["initial"], "var(--muted)", "dot")] if learned else []
     for index, entry in enumerate(entries):
         name = f"layer {entry['layer'] + 1}" + ("" if entry["head"] is None else f", {_name(entry['head'])}")
         color = _shade(style, index, len(entries))
-        points = {"mode": "lines+markers", "marker": {"size": 4, "color": color}}
-        data.append(_waves(entry["now"], color, name) | points)
+        points: dict[str, Any] = {"mode": "lines+markers", "marker": {"size": 4, "color": color}}
+        data.append(_waves(name, entry["now"], color, **points))
     look = (
-        "The dotted line is where learning began; look for planes that left it."
+        "The dotted line shows the initial values."
         if learned
-        else "Short wavelengths tell neighbours apart, long ones carry coarse position."
+        else "Short wavelengths separate neighbouring tokens, long ones encode coarse position."
     )
     down = decade_axis("wavelength (tokens)", [wave for trace in data for wave in trace["y"]])
     return Figure(
-        "spectrum", "Spectrum", f"Tokens for one full turn of each plane. {look}", one_view(data),
+        "spectrum", "Spectrum", f"Tokens in one full turn of each plane. {look}", one_view(data),
         {"xaxis": axis("plane"), "yaxis": down, **LEGEND},
     )  # fmt: skip
 
 
-def _waves(frequencies: Sequence[float | None], color: str, name: str, dash: str = "") -> Trace:
+def _waves(
+    name: str, frequencies: Sequence[float | None], color: str, dash: str = "solid", **more: Any
+) -> Trace:
     """Wavelengths by plane."""
     waves = [float(f"{2 * math.pi / f:.5g}") if f else None for f in frequencies]
-    return _line(range(1, len(waves) + 1), waves, color, name, dash)
+    return curve(name, range(1, len(waves) + 1), waves, color, dash, **more)
 
 
 def _gates(picture: Picture, style: Style) -> Figure:
     return Figure(
         "gates", "Gates",
-        "What content decides, over the sample text: the box holds the middle half, whiskers run from 5% to "
-        "95%. A flat box means the gate ignores the text; a long one means that it chooses.",
+        "Values of each gate over the sample text: the box is the middle half, whiskers run from 5% to 95%. A flat "
+        "box means that the gate does not depend on the text.",
         [View(f"layer {e['layer'] + 1}: {e['name']}", [_boxes(e, style)]) for e in picture["gates"]],
         {"xaxis": axis("", type="category"), "yaxis": axis("gate")}, choose="Gate",
     )  # fmt: skip
@@ -165,11 +162,11 @@ def _heatmaps(picture: Picture, style: Style) -> Figure:
     biased = picture["heatmap_of"] == "bias"
     words = [_word(word) for word in picture["words"]]
     title, strong, look = (
-        ("Bias on a sample text", "less is taken away",
-         "Stripes that follow words and not only the diagonal are the work of content.")
+        ("Bias on a sample text", "smaller the penalty",
+         "Columns that stand out show that the bias depends on the words, not only on distance.")
         if biased
-        else ("Attention on a sample text", "more it looks there",
-              "This encoding adds no bias, so the attention weights themselves are shown.")
+        else ("Attention on a sample text", "larger the weight",
+              "This encoding adds no bias, so the figure shows attention weights.")
     )  # fmt: skip
     ticks = {
         "tickvals": list(range(len(words))),
@@ -179,7 +176,7 @@ def _heatmaps(picture: Picture, style: Style) -> Figure:
     }
     return Figure(
         "heatmap", title,
-        "Rows are the reading token, columns the tokens it can see; the stronger the colour, the "
+        "Rows are queries, columns the keys they attend to; the stronger the colour, the "
         f"{strong}. {look}",
         [
             View(f"layer {e['layer'] + 1}, {_name(e['head'])}", [_triangle(e["rows"], words, biased)])
@@ -214,20 +211,20 @@ def _singular(picture: Picture, style: Style) -> Figure:
         data = []
         for index, entry in enumerate(heads):
             color, name = _shade(style, index, len(heads)), _name(entry["head"])
-            small = _line(at, entry["smaller"], color, f"{name}, smallest", "dot")
-            data += [_line(at, entry["larger"], color, name), small | {"showlegend": False}]
+            small = curve(f"{name}, smallest", at, entry["smaller"], color, "dot", showlegend=False)
+            data += [curve(name, at, entry["larger"], color), small]
         return data
 
     seen = [v for e in entries for v in (*e["larger"], *e["smaller"])]
     cancels = (
-        "Below 1 the path forgets."
+        "Values below 1 mean that the path forgets."
         if "path" in picture["encoding"].split("+")
-        else "They stretch the lifted coordinates only: query and key move by G and its inverse transpose, and in "
-        "the score all of it cancels but the bias."
+        else "Only the lifted coordinates are stretched. The query is transformed by G and the key by its inverse "
+        "transpose, so in the score everything cancels but the bias."
     )
     return Figure(
         "singular", "Singular values of the action",
-        "The largest (full) and smallest (dotted) singular value over a distance, "
+        "The largest (full) and smallest (dotted) singular value over a distance: "
         f"{picture['singular_about']}. {cancels}",
         _by_layer(entries, traces), _by_distance(picture, decade_axis("singular value", seen)),
     )  # fmt: skip
@@ -247,8 +244,8 @@ def _reach(picture: Picture, style: Style) -> Figure:
     )  # fmt: skip
     return Figure(
         "reach", "How far each head looks",
-        "Half of a head's attention lies within so many tokens (median over the later half of a text of "
-        f"{picture['tokens']}). Short numbers are local heads.",
+        "Half of a head's attention lies within this many tokens (median over the later half of a text of "
+        f"{picture['tokens']}). Small numbers are local heads.",
         one_view([trace]), {"xaxis": axis("head", type="category"), "yaxis": axis("layer", type="category")},
         height=130 + 34 * len(layers),
     )  # fmt: skip

@@ -54,12 +54,12 @@ def loss_blocks(results: Results) -> Blocks:
 
 
 def length_blocks(results: Results, length: int, window: int | None = None) -> Blocks:
-    """Losses at one length, seed by seed: would other training runs say the same about this text?"""
+    """Losses at one length, seed by seed: other training runs, the same text."""
     return _blocks(results, lambda run: run.loss_at(length, window))
 
 
 def text_blocks(results: Results, length: int) -> Blocks:
-    """Losses at one length, stretch by stretch: would these models say the same about other text?"""
+    """Losses at one length, stretch by stretch: the same models, other text."""
     seeds = length_blocks(results, length).units
     found: dict[str, dict[int, float]] = {}
     for arm in _compared(results):
@@ -83,18 +83,16 @@ def diverged_at(arm: ArmResults, tokens: int) -> bool:
     return any((tokens, None) in run.at_budgets.items() for run in arm.evaluations.values())
 
 
-def _sound_blocks(
-    results: Results, of: Callable[[Evaluation], float | None], budgets: Sequence[int]
-) -> Blocks:
-    """Of the arms that did not diverge at any of these budgets."""
-    sound = [arm for arm in results.arms if not any(diverged_at(arm, n) for n in budgets)]
-    return _blocks(replace(results, arms=tuple(sound)), of)
+def _sound(results: Results, *budgets: int) -> Results:
+    """Without the arms that diverged at any of these budgets."""
+    arms = (arm for arm in results.arms if not any(diverged_at(arm, n) for n in budgets))
+    return replace(results, arms=tuple(arms))
 
 
 def budget_blocks(results: Results) -> dict[int, Blocks]:
     """Losses after each number of tokens, seed by seed; empty with fewer than two budgets."""
     budgets = sorted({n for run in results.evaluations for n in run.at_budgets})
-    every = {n: _sound_blocks(results, lambda run, n=n: run.at_budgets.get(n), [n]) for n in budgets}  # type: ignore[misc]
+    every = {n: _blocks(_sound(results, n), lambda run, n=n: run.at_budgets.get(n)) for n in budgets}  # type: ignore[misc]
     found = {n: each for n, each in every.items() if each.means}
     return found if len(found) > 1 else {}
 
@@ -104,15 +102,15 @@ def trend_blocks(results: Results) -> Blocks:
 
     The difference of two arms is the change of the gap between them.
     """
-    tokens = list(budget_blocks(results))
-    if not tokens:
+    if not (tokens := list(budget_blocks(results))):
         return Blocks()
+    first, last = tokens[0], tokens[-1]
 
     def change(run: Evaluation) -> float | None:
-        first, last = (run.at_budgets.get(n) for n in (tokens[0], tokens[-1]))
-        return None if first is None or last is None else last - first
+        before, now = run.at_budgets.get(first), run.at_budgets.get(last)
+        return None if before is None or now is None else now - before
 
-    return _sound_blocks(results, change, [tokens[0], tokens[-1]])
+    return _blocks(_sound(results, first, last), change)
 
 
 def _with_tasks(results: Results) -> list[ArmResults]:

@@ -79,10 +79,8 @@ def shipped_with(results: Results) -> Path | None:
 
 
 def _source(place: Path, notes: list[str]) -> Source:
-    if place.suffix == ".jsonl":
-        return _from_file(place, notes)
-    if (place / "compare.json").exists():
-        return _from_comparison(place, notes)
+    if place.suffix == ".jsonl" or (place / "compare.json").exists():
+        return _comparison(place, notes)
     if (place / CONFIG).exists():
         recipe, arm = read_run(place, notes)
         return recipe, (), [arm]
@@ -92,34 +90,28 @@ def _source(place: Path, notes: list[str]) -> Source:
     )
 
 
-def _recipe(name: str, stored: StoredComparison) -> Recipe:
-    settings, about = flat(stored.recipe), stored.comparison
-    texts = (str(about.get(key, "")) for key in ("note", "evidence"))
-    return Recipe(
-        name, settings, tuple(stored.seeds), stored.machine, stored.versions, stored.command, *texts
-    )
-
-
-def _from_file(path: Path, notes: list[str]) -> Source:
-    """Results without the runs' directories: no training curves and no pictures."""
-    if not path.is_file():
-        raise LabError(f"there is no file {path}; grape report RESULTS --jsonl {path} writes one")
-    stored, found = read_lines(path)
+def _comparison(place: Path, notes: list[str]) -> Source:
+    """A directory, or a file, which has no training curves and no pictures."""
+    if place.suffix != ".jsonl":
+        stored: StoredComparison | None = read_comparison(place / "compare.json")
+        found, name = read_lines(place / "results.jsonl")[1], place.resolve().name
+    elif place.is_file():
+        (stored, found), name = read_lines(place), place.stem
+    else:
+        raise LabError(f"there is no file {place}; grape report RESULTS --jsonl {place} writes one")
+    text = place.suffix != ".jsonl" or any(each.kind == "language" for each in found)
     if stored is None:
         arms = {each.label: Arm.parse(each.label) for each in found}
-        tasks = dict.fromkeys(each.task for each in found if each.task)
-        stored = StoredComparison(arms=list(arms.values()), tasks=list(tasks))
-    language = bool(stored.comparison.get("language", any(each.kind == "language" for each in found)))
+        tasks = list(dict.fromkeys(each.task for each in found if each.task))
+        stored = StoredComparison(arms=list(arms.values()), tasks=tasks)
     notes.extend(_elsewhere(stored))
-    return _recipe(path.stem, stored), stored.tasks, list(_Runs(Path(), found, []).arms(stored, language))
-
-
-def _from_comparison(directory: Path, notes: list[str]) -> Source:
-    stored = read_comparison(directory / "compare.json")
-    notes.extend(_elsewhere(stored))
-    runs = _Runs(directory, read_lines(directory / "results.jsonl")[1], notes)
-    arms = list(runs.arms(stored, bool(stored.comparison.get("language", True))))
-    return _recipe(directory.resolve().name, stored), stored.tasks, arms
+    about = stored.comparison
+    recipe = Recipe(
+        name, flat(stored.recipe), tuple(stored.seeds), stored.machine, stored.versions, stored.command,
+        str(about.get("note", "")), str(about.get("evidence", "")),
+    )  # fmt: skip
+    runs = _Runs(place, found, notes)
+    return recipe, stored.tasks, list(runs.arms(stored, bool(about.get("language", text))))
 
 
 def _elsewhere(stored: StoredComparison) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .figure import Figure, Trace, View, axis, heatmap, line, one_view, plot_text, short
+from .figure import Figure, Trace, View, axis, heatmap, one_view, plot_text, short
 from .ranking import Kind, Row, in_order, loss_blocks, mean_score, ranking, scored_by, task_blocks
 from .results import ArmResults, Results
 from .stored import Evaluation, Score
@@ -13,10 +13,10 @@ from .style import Looks, Style
 from .tables import SCORED
 
 SCORE_SCALE = [[0.0, "var(--score-0)"], [0.5, "var(--score-1)"], [1.0, "var(--score-2)"]]
-ROW_HEIGHT = 26
+ROW_HEIGHT, MB = 26, 2**-20
 BAND = (
-    " Means in the shaded band are not behind the best beyond chance: its width is the smallest difference of "
-    "two means that is. Single seeds vary more than that, since what a seed does to all is taken out."
+    " Means in the shaded band do not differ from the best beyond chance. Single seeds vary more than its width, "
+    "because what a seed changes for all encodings is taken out."
 )
 
 
@@ -60,8 +60,9 @@ def _ranked(row: Row, style: Style) -> list[Trace]:
 
     def points(losses: Sequence[float], what: str, marker: dict[str, Any]) -> Trace:
         hover = f"%{{x:.4f}}<extra>%{{y}}: {what}</extra>"
-        trace = line([short(loss) for loss in losses], [], mode="markers", marker=marker, hovertemplate=hover)
-        return {**trace, "y": [name] * len(losses), "meta": {"arm": row.label}}
+        place = {"x": [short(loss) for loss in losses], "y": [name] * len(losses)}
+        look = {"type": "scatter", "mode": "markers", "marker": marker, "hovertemplate": hover}
+        return {**place, **look, "meta": {"arm": row.label}}
 
     mean = points([row.val_loss.mean], "mean", {"color": style.color, "symbol": style.symbol, "size": 11})
     thin = {"symbol": "line-ns", "size": 9, "line": {"color": style.color, "width": 1.5}}
@@ -71,27 +72,23 @@ def _ranked(row: Row, style: Style) -> list[Trace]:
 
 def cost_figures(results: Results, looks: Looks) -> list[Figure]:
     """Speed and memory, as bars in the order of the ranking."""
-    bars = "Bars are means, thin lines run from the lowest to the highest seed."
-    speed = _bars(
-        results, looks, "speed", "Training speed", lambda run: run.tokens_per_second, "tokens a second",
-        f"Right is better. Measured while training, on the machine named at the end. {bars}",
-    )  # fmt: skip
-    memory = _bars(
-        results, looks, "memory", "Peak memory",
-        lambda run: None if run.peak_memory_bytes is None else run.peak_memory_bytes / 2**20, "MB",
-        f"Left is better. The largest memory of the process while training and evaluating. {bars}",
-    )  # fmt: skip
-    return [figure for figure in (speed, memory) if not figure.empty]
 
+    def bars(
+        key: str, title: str, label: str, caption: str, of: Callable[[Evaluation], float | None]
+    ) -> Figure:
+        measured = {arm.label: list(arm.values(of).values()) for arm in in_order(results)[::-1]}
+        data = [_bar(name, looks[name], values) for name, values in measured.items() if values]
+        layout = {"xaxis": axis(label, rangemode="tozero"), "yaxis": {"type": "category", "showgrid": False}}
+        how = f"{caption} Bars are means, thin lines run from the lowest to the highest seed."
+        return Figure(key, title, how, one_view(data), layout, height=_height(len(data)))
 
-def _bars(
-    results: Results, looks: Looks, key: str, title: str, of: Callable[[Evaluation], float | None],
-    label: str, caption: str,
-) -> Figure:  # fmt: skip
-    measured = [(arm, list(arm.values(of).values())) for arm in in_order(results)[::-1]]
-    data = [_bar(arm.label, looks[arm.label], values) for arm, values in measured if values]
-    layout = {"xaxis": axis(label, rangemode="tozero"), "yaxis": {"type": "category", "showgrid": False}}
-    return Figure(key, title, caption, one_view(data), layout, height=_height(len(data)))
+    speed = "Right is better. Measured while training, on the machine named at the end."
+    memory = "Left is better. The largest memory of the process while training and evaluating."
+    made = (
+        bars("speed", "Training speed", "tokens a second", speed, lambda run: run.tokens_per_second),
+        bars("memory", "Peak memory", "MB", memory, lambda run: run.peak_memory_bytes and run.peak_memory_bytes * MB),
+    )  # fmt: skip
+    return [figure for figure in made if not figure.empty]
 
 
 def _bar(label: str, style: Style, values: Sequence[float]) -> Trace:
@@ -143,8 +140,8 @@ def _task_figure(results: Results, task: str, scored: dict[str, list[Score]]) ->
     many = {"type": "multicategory", "tickangle": -90}
     return Figure(
         f"task-{task}", task,
-        f"In percent, mean over seeds; columns are lengths. Ordered by {SCORED[moving]}, best on top. Look to "
-        "the right, where samples are longer than in training.",
+        f"In percent, mean over seeds; columns are lengths, on the right longer than in training. Ordered by "
+        f"{SCORED[moving]}, best on top.",
         [view(kind) for kind in kinds],
         {"xaxis": {"type": "category"} if len(splits) == 1 else many, "yaxis": {"type": "category"}},
         choose="Share of", wide=len(splits) > 1, height=110 + ROW_HEIGHT * max(len(order), 3),
@@ -165,7 +162,7 @@ def _scores(
 
 
 def _depth_figure(task: str, label: str, scores: Sequence[Score]) -> Figure:
-    """Where in the text the thing to find was: depth down, length across."""
+    """Scores by depth (down) and length (across)."""
     depths = sorted({s.depth for s in scores if s.depth is not None}, reverse=True)
     lengths = sorted({s.length for s in scores})
     cells = [[[s for s in scores if (s.depth, s.length) == (d, n)] for n in lengths] for d in depths]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..evaluate.benchmarks import METRICS, PAPER_TASKS, percent
-from .adapted_tables import BEFORE, before_table, passkey_table
-from .cells import BEST, NONE, Cell, Table, difference, interval, mean_only, number, short_count
+from ..evaluate.passkey import PasskeyScore, mean_of
+from .cells import BEST, NONE, Cell, Table, difference, number, short_count
 from .ranking import (
     budget_blocks,
     compared_tasks,
@@ -20,7 +20,10 @@ from .ranking import (
 )
 from .results import Results
 from .statistics import Blocks, Summary
+from .stored import Evaluation
 
+#: the label of the pretrained model among the arms of its adapted ones
+BEFORE = "before"
 SCORED = {"exact": "samples solved exactly", "token": "tokens of answers that are right"}
 
 
@@ -41,9 +44,15 @@ def ranking_table(results: Results) -> Table:
     for row in rows:
         seeds = len(row.losses) or len(row.solved)
         leads = row is rows[0] and row.val_loss and len(rows) > 1
-        cells = [number(row.val_loss, 4), BEST if leads else difference(row.behind) if row.behind else NONE]
-        cells += [number(row.long_loss, 3), mean_only(row.tasks, 1, 100, "%"), mean_only(row.speed, 0)]
-        shown.append((row.label, [*cells, mean_only(row.memory, 0, 2**-20, " MB"), Cell(str(seeds), seeds)]))
+        behind = BEST if leads else difference(row.behind) if row.behind else NONE
+        cells = [
+            number(row.val_loss, 4),
+            behind,
+            number(row.long_loss, 3),
+            number(_mean(row.tasks), 1, 100, "%"),
+        ]
+        cells += [number(_mean(row.speed), 0), number(_mean(row.memory), 0, 2**-20, " MB")]
+        shown.append((row.label, [*cells, Cell(str(seeds), seeds)]))
     states: dict[str, list[str]] = {}
     for row in rows:
         states.setdefault(row.status, []).append(row.label)
@@ -63,6 +72,10 @@ def ranking_table(results: Results) -> Table:
     return Table("ranking", "", caption, heads, shown, notes)
 
 
+def _mean(found: Summary | None) -> float | None:
+    return None if found is None else found.mean
+
+
 def _against(
     found: Blocks, label: str, best: str, own: Cell = NONE, other: Callable[[Summary], Cell] = difference
 ) -> Cell:
@@ -80,11 +93,14 @@ def budget_table(results: Results) -> Table | None:
     names = {tokens: short_count(tokens) for tokens in found}
     *_, last = found.values()
     first_name, last_name, best = names[min(names)], names[max(names)], last.best
-    rows = [
-        (label, [*(_at_budget(each, label, best) for each in found.values()),
-                 _against(trend, label, best, other=_change)])
-        for label in last.order
-    ]  # fmt: skip
+    rows = []
+    for label in last.order:
+        cells = []
+        for each in found.values():
+            own = Cell(f"{each.means.get(best, 0):.3f}", 0.0)
+            cells.append(replace(_against(each, label, best, own), small=""))
+        change = _against(trend, label, best, other=lambda gap: difference(gap, trend_word(gap)))
+        rows.append((label, [*cells, change]))
     caption = (
         f"Loss of {best}, and how far the others are behind it, by tokens trained on, on the seeds that all have "
         f"({len(last.units)}). The last column is the change of that gap from {first_name} to {last_name} tokens, "
@@ -99,11 +115,6 @@ def budget_table(results: Results) -> Table | None:
     return Table("budgets", "Tokens", caption, [*names.values(), "change of the gap"], rows, notes)
 
 
-def _at_budget(found: Blocks, label: str, best: str) -> Cell:
-    own = Cell(f"{found.means.get(best, 0):.3f}", 0.0)
-    return _against(found, label, best, own, lambda gap: Cell(f"{gap.mean:+.3f}", gap.mean))
-
-
 def trend_word(change: Summary) -> str:
     """Whether the gap to the arm that is best at the last budget closes."""
     if change.low is None:
@@ -111,10 +122,6 @@ def trend_word(change: Summary) -> str:
     if not change.excludes_zero:
         return "no clear change"
     return "opening" if change.mean > 0 else "closing"
-
-
-def _change(change: Summary) -> Cell:
-    return Cell(f"{trend_word(change)} {change.mean:+.3f}", change.mean, interval(change))
 
 
 def length_table(results: Results) -> Table | None:
@@ -127,7 +134,7 @@ def length_table(results: Results) -> Table | None:
     found = [length_blocks(results, *place).means for place in places]
     heads = [results.times(n) + (f", window {w}" if w else "") for n, w in places]
     order = [row.label for row in ranking(results) if any(row.label in means for means in found)]
-    rows = [(n, [Cell(f"{m[n]:.3f}", m[n]) if n in m else NONE for m in found]) for n in order]
+    rows = [(n, [number(means.get(n), 3) for means in found]) for n in order]
     caption = (
         "Mean loss over the seeds that all compared encodings have, at multiples of the training length."
     )
@@ -189,8 +196,7 @@ def sweep_table(results: Results) -> Table:
         if rate not in each.losses:
             return NONE
         loss = each.losses[rate]
-        mark = " *" if rate == each.chosen else ""
-        return Cell("diverged" if loss is None else f"{loss:.4f}{mark}", loss)
+        return Cell("diverged") if loss is None else number(loss, 4, unit=" *" * (rate == each.chosen))
 
     rows = [(each.label, [cell(each, rate) for rate in rates]) for each in found]
     edge = [each.label for each in found if each.at_edge]
@@ -218,3 +224,56 @@ def lm_table(results: Results) -> Table:
     how = ", ".join([*shots, *sorted(limits)])
     caption = f"Accuracy in percent ± its standard error over samples ({how}); one model a row."
     return Table("lm", "Language tasks", caption, heads, rows)
+
+
+# ---- adapted models
+
+
+def _by_arm(results: Results, cells: Callable[[str, Evaluation], list[Cell]]) -> list[tuple[str, list[Cell]]]:
+    """A row for each arm, of its first seed."""
+    firsts = {arm.label: next(iter(arm.evaluations.values()), None) for arm in results.arms}
+    return [(label, cells(label, found)) for label, found in firsts.items() if found is not None]
+
+
+def before_table(results: Results) -> Table:
+    """Losses at every length, with the change since before; then with attention limited to the model's context."""
+    lengths, window = results.lengths(), results.train_length
+    over_text = {length: text_blocks(results, length) for length in lengths}
+
+    def cell(label: str, found: Evaluation, length: int) -> Cell:
+        shown, change = number(found.loss_at(length), 3), NONE
+        if label != BEFORE and shown is not NONE:
+            change = _against(over_text[length], label, BEFORE)
+        small = f"{change.text}, {change.small}" if change.small else change.text
+        return replace(shown, small=small)
+
+    def cells(label: str, found: Evaluation) -> list[Cell]:
+        limited = number(found.loss_at(results.longest or 0, window), 3)
+        return [*(cell(label, found, length) for length in lengths), limited]
+
+    heads = [*(f"loss at {n:,}" for n in lengths), f"at {results.longest or 0:,}, window {window}"]
+    caption = (
+        "Mean loss in nats a token on held-out text, the same text at every length, with the change since "
+        "before and its 95% interval over stretches of text, simultaneous over all pairs of models. The last column "
+        "limits attention to the context of the pretrained model: the baseline at greater lengths."
+    )
+    return Table("before", "Before and after", caption, heads, _by_arm(results, cells))
+
+
+def passkey_table(results: Results) -> Table:
+    """Percent of the numbers found, over all depths, and the loss of their tokens."""
+    lengths = sorted({score.length for run in results.evaluations for score in run.passkey})
+
+    def cell(found: Evaluation, length: int) -> Cell:
+        here = [PasskeyScore(**score.model_dump()) for score in found.passkey if score.length == length]
+        if not here:
+            return NONE
+        exact, nats, count = mean_of(here)
+        return Cell(f"{100 * exact:.0f}% of {count}", exact, f"{nats:.2f}")
+
+    caption = (
+        "How many of the numbers hidden in a long text were given as the answer to the question at its end, over "
+        "all depths, with the mean loss of a token of the answer in nats."
+    )
+    rows = _by_arm(results, lambda _, found: [cell(found, n) for n in lengths])
+    return Table("passkey", "Numbers found", caption, [f"{n:,} tokens" for n in lengths], rows)

@@ -78,14 +78,11 @@ def _task_verdict(results: Results, every: list[Row]) -> Verdict:
         return Verdict(_nothing_comparable(results) if begun else none, details, None, ())
     best, others = rows[0].label, [row.label for row in rows[1:]]
     tied = tuple(label for label in others if not found.apart(label, best))
-    if not others:
-        end = "."
-    elif len(found.units) < 2:
+    end = ", beyond chance against every other." if others else "."
+    if others and len(found.units) < 2:
         end = f". {ONE_SEED}"
     elif tied:
         end = f", but {_listed(tied)} cannot be told apart from it: the difference may be chance."
-    else:
-        end = ", beyond chance against every other."
     lead = f"{best} scores highest on the tasks, {rows[0].tasks.mean:.0%} ({_scores_named(results)})"
     return Verdict(lead + end, details, best, tied)
 
@@ -109,14 +106,20 @@ def _scores_named(results: Results) -> str:
 
 
 def _details(results: Results, rows: list[Row], found: Blocks) -> list[str]:
-    sentences = [*_missing_sentences(results), _gap_sentence(rows, found), _behind_sentence(rows, found)]
-    sentences += [_noisy_sentence(found), *_trend_sentences(results), _sweep_sentence(results)]
-    sentences += [
+    edge = [each.label for each in sweeps(results) if each.at_edge]
+    sentences = [
+        *_missing_sentences(results),
+        _gap_sentence(rows, found),
+        _behind_sentence(rows, found),
+        _noisy_sentence(found),
+        *_trend_sentences(results),
+        EDGE.format("learning ", _listed(edge)) if edge else "",
         _long_sentence(results, rows),
         _task_sentence(results, rows),
         _cost_sentence(results, rows[0].label),
+        _scale_sentence(results, rows),
     ]
-    return [sentence for sentence in (*sentences, _scale_sentence(results, rows)) if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _lead_sentence(results: Results, best: str, second: str) -> str:
@@ -128,15 +131,14 @@ def _lead_sentence(results: Results, best: str, second: str) -> str:
     now, before = (each.difference(second, best).mean for each in (late, early))
     if now < 0:
         return ""
+    word = trend_word(trend.difference(second, best))
+    end = {"one seed": ", and one seed does not say whether that is chance"}.get(word, f", {word}")
+    if word in ("closing", "opening"):
+        end = f" and is {word}" if before >= 0 else ", a change beyond chance"
     start = short_count(first)
     was = (
         f"the lead was {before:.2g} at {start}" if before >= 0 else f"at {start} it was {-before:.2g} behind"
     )
-    word = trend_word(trend.difference(second, best))
-    if word in ("closing", "opening"):
-        end = f" and is {word}" if before >= 0 else ", a change beyond chance"
-    else:
-        end = f", {'and one seed does not say whether that is chance' if word == 'one seed' else word}"
     return f"It leads {second} by {now:.2g} at {short_count(last)} tokens; {was}{end}."
 
 
@@ -168,11 +170,6 @@ def _trend_sentences(results: Results) -> list[str]:
     return out
 
 
-def _sweep_sentence(results: Results) -> str:
-    edge = [each.label for each in sweeps(results) if each.at_edge]
-    return EDGE.format("learning ", _listed(edge)) if edge else ""
-
-
 def _gap_sentence(rows: list[Row], found: Blocks) -> str:
     if len(rows) < 2:
         return ""
@@ -193,32 +190,24 @@ def _behind_sentence(rows: list[Row], found: Blocks) -> str:
 
 
 def _missing_sentences(results: Results) -> list[str]:
-    """Runs that diverged or are not done, by name: they are part of the answer."""
-    diverged = [
-        f"{arm.label} diverged in {arm.diverged} of {len(arm.language)} runs, so it is not ranked."
-        for arm in results.arms
-        if arm.diverged
-    ]
-    probes = [
-        f"{arm.label} diverged in {arm.diverged_probes} of {len(arm.probes)} runs on tasks, so it is not ranked there."
-        for arm in results.arms
-        if arm.diverged_probes
-    ]
-    return [*_progress_sentences(results), *diverged, *probes]
-
-
-def _progress_sentences(results: Results) -> list[str]:
-    """How many runs are done, where some are not."""
+    """Runs that are not done or diverged, by name: they are part of the answer."""
     planned = sum(arm.planned for arm in results.arms)
     waiting = {arm.label: arm.missing for arm in results.arms if arm.missing}
-    if not waiting:
-        return []
-    named = ", ".join(f"{label} {count}" for label, count in waiting.items())
-    if len(waiting) == len(results.arms) > 1 and len(set(waiting.values())) == 1:
-        named = f"{next(iter(waiting.values()))} of each encoding"
-    return [
-        f"{planned - sum(waiting.values())} of {planned} runs done; not done: {named}. "
-        "Arms are compared on the seeds that all of those with results have."
+    out = []
+    if waiting:
+        named = ", ".join(f"{label} {count}" for label, count in waiting.items())
+        if len(waiting) == len(results.arms) > 1 and len(set(waiting.values())) == 1:
+            named = f"{next(iter(waiting.values()))} of each encoding"
+        out.append(
+            f"{planned - sum(waiting.values())} of {planned} runs done; not done: {named}. "
+            "Arms are compared on the seeds that all of those with results have."
+        )
+    text = [(arm.label, arm.diverged, len(arm.language), "", "") for arm in results.arms]
+    tasks = [(arm.label, arm.diverged_probes, len(arm.probes), " on tasks", " there") for arm in results.arms]
+    return out + [
+        f"{label} diverged in {count} of {runs} runs{where}, so it is not ranked{there}."
+        for label, count, runs, where, there in (*text, *tasks)
+        if count
     ]
 
 
@@ -273,11 +262,9 @@ def _task_sentence(results: Results, rows: list[Row]) -> str:
 def _cost_sentence(results: Results, best: str) -> str:
     """Speeds are those of the whole run, with whatever else the machine did: claimed only beyond that noise."""
     found = speed_blocks(results)
-    if len(found.means) < 2 or best not in found.means:
+    if found.margin is None or best not in found.means:
         return ""
     fastest = found.order[-1]
-    if found.margin is None:
-        return ""
     if fastest == best or not found.apart(best, fastest):
         return (
             f"No encoding trains faster than {best} beyond chance; grape bench train times them side by side."
@@ -287,14 +274,14 @@ def _cost_sentence(results: Results, best: str) -> str:
 
 
 def _scale_sentence(results: Results, rows: list[Row]) -> str:
-    counts = sorted({row.val_loss.count for row in rows if row.val_loss})
-    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    counts = {row.val_loss.count for row in rows if row.val_loss}
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
     size = max((run.parameters for run in results.evaluations if run.parameters), default=None)
     tokens = _tokens(results)
-    parts = [f"models of {short_count(size)} parameters" if size else ""]
-    parts += [f"{short_count(tokens)} tokens" if tokens else ""]
+    parts = [f"models of {short_count(size)} parameters"] if size else []
+    parts += [f"{short_count(tokens)} tokens"] if tokens else []
     parts += [f"{seeds} {'seed' if seeds == '1' else 'seeds'} each"]
-    evidence = f"The evidence: {', '.join(filter(None, parts))}."
+    evidence = f"The evidence: {', '.join(parts)}."
     if len(rows) < 2:
         return evidence
     if size and tokens and tokens < ENOUGH * size:
@@ -312,6 +299,7 @@ def _tokens(results: Results) -> float | None:
 
 
 def _listed(names: Sequence[str]) -> str:
+    """a, b and c; from the sixth on the others are counted."""
     if len(names) == 1:
         return names[0]
     shown = list(names[:4]) + ([f"{len(names) - 4} more"] if len(names) > 4 else [])

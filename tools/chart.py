@@ -1,4 +1,4 @@
-"""Small charts as SVG text: axes, lines, dots, cells. Colours follow the reader's light or dark scheme."""
+"""Small charts as SVG files: axes, lines, dots, bars, cells. Texts follow the reader's light or dark scheme."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class Chart:
         self, title: str, x: Range, y: Range, xlabel: str = "", ylabel: str = "", square: bool = False
     ) -> None:
         self.title, self.x, self.y = title, x, y
-        self.width = WIDTH
         self.height = TOP + BOTTOM + (WIDTH - LEFT - RIGHT) if square else HEIGHT
         self.parts: list[str] = [self.text(WIDTH / 2, 16, title, "middle", "title")]
         self.legend_rows = 0
@@ -110,31 +109,8 @@ class Chart:
         return self
 
     def svg(self) -> str:
-        """A file of its own, with its style."""
-        return self._drawn('xmlns="http://www.w3.org/2000/svg"', [f"<style>{STYLE}</style>"])
-
-    def inline(self) -> str:
-        """A part of a page, which has the style of `.chart`."""
-        return self._drawn('class="chart"', [])
-
-    def _drawn(self, kind: str, style: list[str]) -> str:
-        size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
-        head = f'<svg {kind} {size} role="img"><title>{escape(self.title)}</title>'
-        return "\n".join([head, *style, *self.parts, "</svg>"]) + "\n"
-
-
-def sparkline(lines: Sequence[Sequence[float]], low: float, high: float, color: str) -> str:
-    """Lines without axes, for a cell of a table; values beyond the range are drawn at its edge."""
-    width, height = 96, 28
-    drawn = []
-    for line in lines:
-        step = width / max(1, len(line) - 1)
-        inside = [min(high, max(low, value)) for value in line]
-        points = (
-            f"{i * step:.1f},{height - 2 - (v - low) / (high - low) * (height - 4):.1f}"
-            for i, v in enumerate(inside)
+        size = f'width="{WIDTH}" height="{self.height}" viewBox="0 0 {WIDTH} {self.height}"'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(self.title)}</title>'
         )
-        drawn.append(
-            f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{" ".join(points)}"/>'
-        )
-    return f'<svg class="spark" viewBox="0 0 {width} {height}" aria-hidden="true">{"".join(drawn)}</svg>'
+        return "\n".join([head, f"<style>{STYLE}</style>", *self.parts, "</svg>"]) + "\n"

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 from ..evaluate.benchmarks import METRICS, PAPER_TASKS, Scores, percent
 from ..paper import SIZES, published, rows
-from .cells import NONE, Cell, Table
+from .cells import NONE, NOTE, Cell, Table, each_in
+from .curves import training, validation
+from .figure import Figure
+from .page import Part, legend, method, page, part
+from .reading import read_results
 from .repeated import Repetition, score_reasons
+from .results import Results
+from .style import Looks, styles
 
+TITLE = "The paper's tables, repeated"
+CURVES = (
+    "Runs of one encoding and recipe are one line, their mean. The paper shows its curves as pictures without numbers, "
+    "so they are not drawn here."
+)
 CAPTION = (
     "Accuracy in percent: as published, and ours ± its standard error over questions with the difference to the "
     "published score. The paper does not say whether it publishes acc or acc_norm, so both are shown; WinoGrande has "
@@ -97,11 +109,11 @@ def _cell(value: tuple[float | None, float | None], gap: float | None) -> Cell:
 
 def _notes(runs: Sequence[Repetition]) -> Iterator[str]:
     """What is worth knowing of runs, each text once with the runs it applies to."""
-    said: dict[str, dict[str, None]] = {}
+    found: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, text in _remarks(run):
-            said.setdefault(text, {})[name] = None
-    for text, names in said.items():
+            found.setdefault(text, {})[name] = None
+    for text, names in found.items():
         yield f"{', '.join(names)}: {text}."
 
 
@@ -164,3 +176,35 @@ def _run_json(run: Repetition) -> dict[str, Any]:
             for line in lines(run)
         ],
     }  # fmt: skip
+
+
+def paper_page(found: Sequence[Repetition], notes: Sequence[str]) -> str:
+    """The page of the runs that repeat rows of the paper."""
+    results = {size: _results(size, found) for size in SIZES}
+    arms = {arm.label: arm for each in results.values() if each for arm in each.arms}
+    looks = styles(list(arms.values()))
+    lead = f'<p class="lead">Published: {escape(published()["source"])}.</p>'
+    intro = f'<p class="headline">{escape(headline(found))}</p>{lead}{each_in(NOTE, notes)}'
+    first = Part("answer", "Summary", f"<h1>{TITLE}</h1>{intro}")
+    tables = [_size_part(size, found, each, looks) for size, each in results.items()]
+    about = method([recipe for each in results.values() if each for recipe in each.recipes])
+    return page(TITLE, [first, *tables, about], legend(list(arms.values()), looks) if arms else "")
+
+
+def _results(size: str, found: Sequence[Repetition]) -> Results | None:
+    """The runs of one size, those that follow the paper's recipe first."""
+    own = sorted((run for run in found if run.row.size == size), key=lambda run: len(run.reasons))
+    return read_results([run.directory for run in own]) if own else None
+
+
+def _size_part(size: str, found: Sequence[Repetition], results: Results | None, looks: Looks) -> Part:
+    """A table, and the paper's figure of that size: training and validation loss by step."""
+    figures: list[Figure] = []
+    for make, name in ((training, "Training loss"), (validation, "Validation loss")):
+        figure = make(results, looks) if results else None
+        if figure and not figure.empty:
+            title = f"{name}, {size} models"
+            figures.append(replace(figure, key=f"{figure.key}-{size}", title=title, caption=CURVES))
+    notes = [*(results.notes if results else ()), *([] if figures else ["No losses of this size yet."])]
+    table = paper_table(size, found).html()
+    return part(size, f"{size.capitalize()} models", figures, before=table, after=each_in(NOTE, notes))
