@@ -16,7 +16,7 @@ from ...testing import TOL
 from ...testing.summary import SHIFT
 from ..config import shipped_evidence
 from ..report.cells import NONE, Cell, Table
-from ..report.figure import Figure
+from ..report.figure import Figure, View
 from ..report.page import Part, grid, page
 from ..report.picture_figures import FLOOR, picture_figures
 from ..report.reading import read_results
@@ -202,10 +202,13 @@ def _figures(entry: AtlasEntry) -> list[Figure]:
     """Three of the figures of its picture."""
     if entry.picture is None:
         return []
-    key = _key(entry.name)
-    made = picture_figures(entry.picture, Style(0, "solid", "circle"), key)
-    shown = [each for each in made if each.key in {f"{key}-{name}" for name in ("bias", "kernel", "reach")}]
-    return [replace(each, caption="", layout={**each.layout, "showlegend": False}) for each in shown]
+    key, out = _key(entry.name), []
+    for each in picture_figures(entry.picture, Style(0, "solid", "circle"), key):
+        if each.key in (f"{key}-bias", f"{key}-kernel", f"{key}-reach"):
+            views = [View("", view.data) for view in each.views]
+            layout = {**each.layout, "showlegend": False}
+            out.append(replace(each, caption="", views=views, layout=layout))
+    return out
 
 
 def _law(entry: AtlasEntry) -> str:
