@@ -1,4 +1,4 @@
-"""Problems for the GPU kernels: for the emulator and the interpreter with data, for the compiler without."""
+"""Problems for the GPU kernels: with data for the emulator, without for the compiler."""
 
 from __future__ import annotations
 
@@ -238,11 +238,8 @@ def launches(case: Case, arch: int) -> Iterator[Any]:
 
     p = case.empty_problem()
     plan = gpu.Plan.of(p, arch)
-    rows = p.q.shape[:3]
-    out, lse = p.q.new_empty((*rows, p.v.shape[-1])), p.q.new_empty(rows, dtype=torch.float32)
-    saved = gpu.allocate(p)
-    work = p.q.new_empty((*rows[:2], 2), dtype=torch.int64)
-    yield from gpu.plan_forward(plan, out, lse, work, saved)
+    results = problem_module._results("triton", p)
+    yield from gpu.plan_forward(plan, results)
     wanted = [name for name in problem_module.DIFFERENTIABLE if getattr(p, name) is not None]
     grads = gpu.empty_gradients(plan, wanted)
-    yield from gpu.plan_backward(plan, wanted, out, None, [out, lse, lse, *saved], grads)
+    yield from gpu.plan_backward(plan, results[0], None, results, grads)

@@ -77,8 +77,7 @@ def test_an_unknown_option_is_an_error():
         ("triton", "alibi", {}, "CUDA|not installed"),
     ],
 )
-def test_a_named_one_refuses_with_reason_and_remedy(impl, kind, masks, words, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_a_named_one_refuses_with_reason_and_remedy(impl, kind, masks, words):
     i, qkv = tensors()
     with pytest.raises(ValueError, match=words) as error:
         attend(*qkv, bias=BIASES[kind](i), impl=impl, **masks)
@@ -129,12 +128,6 @@ def test_dtypes_that_are_refused(dtype):
     q = torch.ones(1, 1, 2, 4).to(dtype)
     with pytest.raises(TypeError, match="floating dtype of at least 16 bits"):
         attend(q, q, q)
-
-
-def test_the_interpreter_of_triton_changes_no_explanation(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    _, qkv = tensors()
-    assert attend.explain(*qkv).why_not["triton"] in ("less preferred here", "triton is not installed")
 
 
 def test_more_sinks_than_any_integer_holds():

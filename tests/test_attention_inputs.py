@@ -207,8 +207,8 @@ def test_a_cache_needs_no_home(tmp_path):
         "import pathlib\n"
         "def nowhere(*_): raise RuntimeError('Could not determine home directory.')\n"
         "pathlib.Path.home = nowhere\n"
-        "from grape_pe.attention.cpu import build as native\n"
-        "print(native.cache_directory())\n"
+        "from grape_pe.attention import folder\n"
+        "print(folder.cache_directory())\n"
     )
     env = {**os.environ, "GRAPE_PE_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from grape_pe.attention.cpu import build as native
 from grape_pe.attention.cpu import launch
 from grape_pe.attention.cpu.launch import prepared
 from grape_pe.attention.masks import Masks
-from grape_pe.attention.problem import AttentionProblem, attention
+from grape_pe.attention.problem import AttentionProblem, _results, attention
 
 
 def op_arguments(kind: str) -> tuple:
@@ -62,8 +62,9 @@ def test_what_the_kernel_does_not_expect_never_reaches_it(name):
     """The compiled kernel reads addresses: any other dtype, device, size or layout is an error."""
     field, spoil = WRONG[name]
     problem = AttentionProblem.unpacked(*op_arguments("slope+path")[1:])
+    results = _results("cpu", problem)
     with pytest.raises(ValueError, match=f"the CPU attention kernel reads {field} as"):
-        launch.forward(replace(problem, **{field: spoil(getattr(problem, field).detach())}))
+        launch.forward(replace(problem, **{field: spoil(getattr(problem, field).detach())}), results)
 
 
 class Layer(torch.nn.Module):

@@ -183,10 +183,10 @@ def test_the_kernel_reads_nothing_of_another_kind():
     q, k, v = drawn((2, 4, 2, 1, 90, 16, 16))
     wrong = (v.double(), v[:, :1], v[:1], v[:, :, :80], v.to("meta"))
     for values in wrong:
-        with pytest.raises(ValueError, match="the CPU decode kernel reads v as"):
+        with pytest.raises(ValueError, match="the CPU attention kernel reads v as"):
             attend_rows(q, k, values, None, 0.25, -1.0, None)
     for keys in (k.double(), k[..., :8]):
-        with pytest.raises(ValueError, match="the CPU decode kernel reads k as"):
+        with pytest.raises(ValueError, match="the CPU attention kernel reads k as"):
             attend_rows(q, keys, v, None, 0.25, -1.0, None)
-    with pytest.raises(ValueError, match="the CPU decode kernel reads key_bound as"):
+    with pytest.raises(ValueError, match="the CPU attention kernel reads key_bound as"):
         attend_rows(q, k, v, torch.zeros(1, 1, 1, 90), 0.25, 1.0, torch.ones(2, 1))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import grape_pe as grape
+from grape_pe.attention import folder
 from grape_pe.attention.cpu import build
 
 REAL = shutil.which("g++") or shutil.which("clang++")
@@ -191,7 +192,7 @@ def test_the_folder_is_absolute(monkeypatch, given: str, meant: str):
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setattr(os, "getcwd", lambda: "/here")
     monkeypatch.setenv("GRAPE_PE_CACHE", given)
-    assert build.cache_directory() == Path(meant)
+    assert folder.cache_directory() == Path(meant)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])

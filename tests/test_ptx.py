@@ -23,9 +23,6 @@ from ptx.parser import parse
 
 ROWS, INNER = 64, 128
 
-if triton.knobs.runtime.interpret:
-    pytest.skip("an interpreted kernel cannot be compiled", allow_module_level=True)
-
 
 @triton.jit
 def product_kernel(A, B, OUT, INNER, rows, ROWS: tl.constexpr):

@@ -10,22 +10,22 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-
-if triton.knobs.runtime.interpret:
-    pytest.skip("an interpreted kernel cannot be compiled", allow_module_level=True)
 
 from attention_cases import one_thread  # noqa: F401
 from gpu_cases import Case, by_kernels, launches, ratios
+from grape_pe.attention import attend, record_pruning
 from grape_pe.attention import problem as problem_module
+from grape_pe.attention.gpu import api
 from grape_pe.attention.gpu import compile as gpu
 from grape_pe.attention.masks import Masks
 from ptx.device import emulated_device
+from ptx.launcher import Report
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BIASES = ("none", "slope", "path", "slope+path")
@@ -38,6 +38,9 @@ QUICK = [
     Case("slope+path", FP16, queries=3, keys=150, head_dim=32, padding=True),
     Case("mixed", BF16, head_dim=32, documents=True, gaps=True, beyond="zero"),
     Case("slope+table", FP16, queries=3, keys=150, head_dim=32, padding=True),
+    Case("bounded", FP32, head_dim=20, value_dim=12, queries=65, keys=100, lse=True),
+    Case("slope", FP32, head_dim=16, queries=70, keys=70, causal=False, window=20),
+    Case("slope", FP32, head_dim=16, queries=1, keys=1),
 ]
 MASKS = {
     "causal": {},
@@ -91,6 +94,16 @@ MATRIX += [
     Case("table", BF16, queries=200, keys=130),
     Case("mixed", BF16, head_dim=128),
 ]
+#: few tokens, and four query heads that share two key heads and two heads of probes
+MATRIX += [
+    Case(bias, FP32, head_dim=16, queries=rows, keys=keys, heads=4, key_heads=2, probe_heads=2, **options)
+    for bias in ("none", "alibi", "slope", "slope2", "path", "bounded", "slope+path", "mixed")
+    for rows, keys, options in (
+        (7, 7, {}),
+        (70, 100, {"documents": True}),
+        (90, 70, {"padding": True, "window": 30}),
+    )
+]
 
 
 def check(case: Case) -> None:
@@ -140,6 +153,65 @@ def test_a_nan_stays_with_the_rows_that_see_it(which: str) -> None:
     assert torch.equal(out.isnan().all(-1)[0, 0], bad) and torch.equal(lse.isnan()[0, 0], bad)
     assert torch.equal(dq.isnan().any(-1)[0, 0], bad)
     assert not report.faults.found
+
+
+@pytest.fixture
+def by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[Report]:
+    """`attend(impl="triton")` runs in the emulator."""
+    monkeypatch.setattr(api, "why_not_device", lambda _: api._why_not_version())
+    with emulated_device() as report:
+        yield report
+
+
+def test_attend_counts_what_it_skips(by_name: Report) -> None:
+    case = Case("alibi", FP32, head_dim=16, heads=1, queries=700, keys=700, steep=16.0)
+    leaves = case.cast(case.leaves(), FP32)
+    with record_pruning() as counts:
+        attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="triton")
+    assert 0 < counts.computed < counts.visible
+
+
+def test_a_walk_over_distances_is_never_stopped(by_name: Report) -> None:
+    """Where the slope is lost, the table rises again."""
+    case = Case("alibi+table", FP32, head_dim=16, heads=1, queries=700, keys=700, steep=16.0)
+    leaves = case.cast(case.leaves(), FP32)
+    with torch.no_grad():
+        leaves["table"][..., -1] = 1e4  # of all distances beyond 49
+    with record_pruning() as counts:
+        out = attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="triton")
+    assert counts.computed == counts.visible
+    want = attend(leaves["q"], leaves["k"], leaves["v"], bias=case.build_bias(leaves), impl="reference")
+    assert (
+        out - want
+    ).abs().max() < 1e-3  # float32 at 1e4 is rounded by as much; a walk that stops is off by one
+
+
+def test_no_tokens(by_name: Report) -> None:
+    empty = torch.zeros(1, 2, 0, 16, requires_grad=True)
+    out = attend(empty, empty, empty, impl="triton")
+    out.sum().backward()
+    assert out.shape == (1, 2, 0, 16) and empty.grad is not None
+
+
+def test_operator_contract(by_name: Report) -> None:
+    """Schema, fake tensors, autograd registration, and the traced backward."""
+    case = Case("slope", FP32, head_dim=16, heads=1, queries=20, keys=20)
+    leaves = case.cast(case.leaves(), FP32)
+    torch.library.opcheck(problem_module.attention, ("triton", *case.problem(leaves).packed()))
+
+
+def test_compiles_as_one_graph(by_name: Report) -> None:
+    case = Case("slope+path", FP32, head_dim=16, queries=33, keys=33)
+    leaves = case.cast(case.leaves(), FP32)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, bias=case.build_bias(leaves), impl="triton").square().sum()
+
+    qkv = [leaves[name] for name in "qkv"]
+    want = torch.autograd.grad(loss(*qkv), qkv)
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*qkv), qkv)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_same_call_gives_the_same_bits() -> None:

@@ -26,6 +26,7 @@ CAUSAL = replace(CASE, masks=("causal",))
 COLUMNS = tune.columns()
 GOOD = Verdict(None, {"out": {"error": 1e-7, "dense": 1e-7, "allowed": 1e-5}})
 BAD = Verdict("wrong numbers in out")
+CPU = torch.device("cpu")
 
 
 def text(tile: list[int]) -> str:
@@ -201,8 +202,6 @@ def test_the_launcher_takes_what_is_kept(monkeypatch: pytest.MonkeyPatch):
 
 
 def usages(monkeypatch: pytest.MonkeyPatch, by_tile: dict[Tile, Usage]) -> None:
-    monkeypatch.setattr(gpu, "INTERPRETED", False)
-    monkeypatch.setattr(gpu, "_key", lambda step, arch: ("key", arch))
     monkeypatch.setattr(gpu, "compiled", lambda step, arch: step.tile)
     monkeypatch.setattr(Usage, "of", classmethod(lambda cls, tile: by_tile[tile]))
 
@@ -213,8 +212,8 @@ def test_a_tuned_tile_comes_first_unless_it_does_not_fit(monkeypatch: pytest.Mon
 
     def chosen(wanted: Tile | None) -> Tile:
         gpu.forget_choices()
-        make = lambda tile: gpu.Launch(None, (1,), {}, tile)  # noqa: E731
-        return gpu.fitting(make, (large, small), 80, lambda: wanted).tile
+        make = lambda tile: gpu.Launch(None, (1,), {}, tile, CPU)  # noqa: E731
+        return gpu.fitting(make, (large, small), 80, "key", lambda: wanted).tile
 
     usages(monkeypatch, {large: fits, small: spills})
     assert chosen(None) == large and chosen(small) == small
@@ -244,7 +243,7 @@ def test_times_are_medians_of_interleaved_rounds(monkeypatch: pytest.MonkeyPatch
         for name in ("forward_kernel", "forward_kernel", "delta_kernel"):
             forced = launch.forced or {}
             tile = Tile(*forced.get(name, [64, 64, 4, 1]))
-            gpu.start(gpu.Launch(Kernel(name), (1,), {}, tile))
+            gpu.start(gpu.Launch(Kernel(name), (1,), {}, tile, CPU))
 
     monkeypatch.setattr(gpu, "start", start)
     monkeypatch.setattr(check, "evaluate", evaluate)
@@ -318,9 +317,8 @@ def test_the_report_shows_every_time(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert code == 0 and "nothing kept. triton is not installed" in said
 
 
-def test_a_real_child_times_nothing_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
+def test_a_real_child_times_nothing_it_cannot_run():
     """On a machine without a GPU the child refuses, and nothing is kept."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     problem = check.Problem("triton", "cpu", "bfloat16", 64, 64, "slope", tokens=40)
     found = verdict.run({**asdict(problem), "columns": COLUMNS[:1]})
     assert not found.ok and "impl='triton'" in (found.reason or "")

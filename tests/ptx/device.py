@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,16 @@ def emulate(launch: Launch, report: Report, change: Callable[[str], str] = str) 
         return
     kernel = gpu.compiled(launch, ARCH)
     types, _, _ = gpu.signature(launch)
-    arguments = [launch.arguments[name] for name in types if types[name] != "constexpr"]
+    arguments = [x for name, kind in types.items() for x in _flat(launch.arguments[name], kind)]
     shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
     launcher.launch(change(kernel.asm["ptx"]), shared, warps, launch.grid, arguments, report)
+
+
+def _flat(value: Any, kind: Any) -> list[Any]:
+    """The tensors and numbers of an argument that are not constants."""
+    if isinstance(kind, tuple):
+        return [x for part in zip(value, kind, strict=True) for x in _flat(*part)]
+    return [] if kind == "constexpr" else [value]
 
 
 @contextmanager

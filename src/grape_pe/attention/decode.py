@@ -1,8 +1,8 @@
 """A few queries against many keys, without gradients: decoding. The bias is formed as dense rows.
 
-The compiled CPU kernel skips keys that cannot matter: when an upper bound of |k| is known (a cache keeps one), the row
-of the bias alone tells from where on a logit can reach the row's own diagonal one, less tau. Elsewhere torch's
-attention takes the rows as its mask.
+The compiled CPU kernel skips keys that cannot matter: with an upper bound of |k| (a cache keeps one), the row of the
+bias gives the first key whose logit can come within tau of the query's own. Elsewhere torch's attention takes the rows
+as its mask.
 """
 
 from __future__ import annotations

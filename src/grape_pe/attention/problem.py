@@ -7,12 +7,13 @@ their `launch` modules has three functions:
     allocate(problem) -> list[Tensor]
         Empty tensors for what the backward needs besides out, lse, work. Only sizes are read: it also
         runs on fake tensors.
-    forward(problem) -> (out, lse, work, saved)
-        out (B, H, Tq, Dv) in q's dtype; lse (B, H, Tq) float32, -inf for a row without a visible key;
-        work (B, H, 2) int64, tiles computed and tiles visible; saved as `allocate` made them, filled.
+    forward(problem, results) -> None
+        Fills results, [out, lse, work, *allocate(problem)]: out (B, H, Tq, Dv) in q's dtype; lse (B, H, Tq) float32,
+        -inf for a row without a visible key; work (B, H, 2) int64, tiles computed and tiles visible.
     backward(problem, wanted, d_out, d_lse, results) -> dict[str, Tensor]
-        Gradients of the fields named in `wanted`, in the shape and dtype of the field. d_lse may be None;
-        results are [out, lse, work, *saved] of the forward.
+        Gradients of the fields named in `wanted`, in the shape and dtype of the field. d_lse may be None.
+
+Neither is called with an empty problem.
 
 Letters: B batch, H query heads, Hkv key heads, Hp probe heads, T tokens, D features, R slope terms, P probe
 features.
@@ -129,11 +130,6 @@ class AttentionProblem:
         """As `bias_kind`, below."""
         return _kind(*(x is not None for x in (self.c_q, self.probe_q, self.table)))
 
-    @property
-    def shift(self) -> int:
-        """The key index at which query row 0 stands."""
-        return self.k.shape[2] - self.q.shape[2]
-
     def packed(self) -> tuple[list[Tensor | None], list[float]]:
         """The problem as arguments of the op: its tensors and its numbers."""
         return [getattr(self, name) for name in TENSORS], [float(getattr(self, name)) for name in NUMBERS]
@@ -234,12 +230,21 @@ def _resolved(tensors: Packed) -> list[Tensor | None]:
 def _forward(kernel: str, tensors: Packed, numbers: list[float]) -> list[Tensor]:
     """[out, lse, work, *saved]: see the top of this file."""
     problem = AttentionProblem.unpacked(_resolved(tensors), numbers)
-    out, lse, work, saved = _launch(kernel).forward(problem)
-    return [out, lse, work, *saved]
+    results = _results(kernel, problem)
+    if not problem.empty:
+        _launch(kernel).forward(problem, results)
+        return results
+    for x in results:
+        x.zero_()
+    results[1].fill_(float("-inf"))
+    return results
 
 
 def _fake_forward(kernel: str, tensors: Packed, numbers: list[float]) -> list[Tensor]:
-    p = AttentionProblem.unpacked(tensors, numbers)
+    return _results(kernel, AttentionProblem.unpacked(tensors, numbers))
+
+
+def _results(kernel: str, p: AttentionProblem) -> list[Tensor]:
     out = p.q.new_empty((*p.q.shape[:3], p.v.shape[-1]))
     lse = p.q.new_empty(p.q.shape[:3], dtype=torch.float32)
     work = p.q.new_empty((*p.q.shape[:2], 2), dtype=torch.int64)
@@ -257,6 +262,8 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the tensors numbered in `wanted`, from those of the results of the forward."""
     names, problem = [TENSORS[i] for i in wanted], AttentionProblem.unpacked(_resolved(tensors), numbers)
+    if problem.empty:
+        return [torch.zeros_like(getattr(problem, name)) for name in names]
     grads = _launch(kernel).backward(problem, names, *_resolved([d_out, d_lse]), results)
     return [grads[name] for name in names]
 

@@ -7,7 +7,6 @@ rebuilt, not loaded. The command line is constant: no name or option comes from 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -18,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from .. import folder
 
 SOURCES = ("simd.h", "tiles.cpp", "decode.cpp")
 COMPILE = ["-c", "tiles.cpp", "decode.cpp", "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp"]
@@ -59,6 +60,17 @@ def run(name: str, problem: bytes, *numbers: int) -> Any:
     if isinstance(found, str):
         raise RuntimeError(f"the compiled CPU attention kernel is not available: {found}")
     return getattr(found, name)(problem, *numbers)
+
+
+def check_array(
+    name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], contiguous: bool = False
+) -> None:
+    """The kernels read addresses: whatever is not exactly as they expect must not reach them."""
+    if x.dtype != dtype or x.shape != shape or not x.is_cpu or (contiguous and not x.is_contiguous()):
+        raise ValueError(
+            f"the CPU attention kernel reads {name} as {'contiguous ' if contiguous else ''}{dtype} of shape "
+            f"{shape}, got {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} on {x.device}"
+        )
 
 
 @functools.cache
@@ -98,44 +110,23 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def cache_directory() -> Path:
-    """$GRAPE_PE_CACHE, or grape_pe under the user's cache directory."""
-    chosen = os.environ.get("GRAPE_PE_CACHE")
-    if chosen:  # absolute: a loader searches its own folders for a name without a folder
-        return Path(chosen).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grape_pe"
-
-
 def _built(compiler: str) -> Path:
     """The path of the library in the cache; one process builds it where it is missing or damaged."""
     texts = {name: (Path(__file__).parent / name).read_bytes() for name in SOURCES}
     try:
-        directory = cache_directory()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target = directory / f"tiles-{_fingerprint(compiler, texts)}.so"
-        _refuse_what_others_can_write(directory, target)
+        target = folder.safe_folder() / f"tiles-{_fingerprint(compiler, texts)}.so"
+        if target.exists():
+            folder.refuse_what_others_can_write(target)
         if not _is_sound(target):
-            with _lock(target.with_suffix(".lock")):
+            with folder.lock(target.with_suffix(".lock")):
                 if not _is_sound(target):  # another process may have built it meanwhile
                     _build(compiler, texts, target)
-    except (OSError, RuntimeError) as problem:  # RuntimeError: there is no home directory
+    except OSError as problem:
         raise NoKernel(
             f"the folder for the built library cannot be used ({problem}); set GRAPE_PE_CACHE to one that "
-            "you can write to"
+            "only you can write to"
         ) from problem
     return target
-
-
-def _refuse_what_others_can_write(*paths: Path) -> None:
-    """Loading a library runs its code, so nobody else may be able to change it."""
-    for path in filter(Path.exists, paths):
-        status = path.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise NoKernel(
-                f"{path} must belong to the user who runs this (uid {os.geteuid()}, not {status.st_uid}) "
-                f"and be writable by nobody else (not mode {status.st_mode & 0o777:o}); change its owner "
-                "or mode, or set GRAPE_PE_CACHE to another folder"
-            )
 
 
 def _is_sound(path: Path) -> bool:
@@ -144,21 +135,10 @@ def _is_sound(path: Path) -> bool:
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the system releases the lock of a process that dies."""
-    import fcntl  # not on Windows
-
-    with path.open("ab") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: several may build
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _build(compiler: str, texts: dict[str, bytes], target: Path) -> None:
     print(f"grape-pe: compiling the CPU kernel, once, some seconds ({target})", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        work = Path(folder)
+    with tempfile.TemporaryDirectory(dir=target.parent) as place:
+        work = Path(place)
         for name, text in texts.items():
             (work / name).write_bytes(text)
         _call(compiler, COMPILE, work)

@@ -12,7 +12,7 @@ from . import build
 
 #: `Decode` in decode.cpp: sizes, strides, scale and tau, addresses
 PROBLEM = struct.Struct("8q 12q 2f 7P")
-#: what the kernel is told about the dtype of q, k and v
+#: the kernel's codes of the dtypes of q, k and v
 BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
 
 
@@ -33,19 +33,19 @@ def attend_rows(
     """
     q, k, v = map(_adjacent, (q, k, v))
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    _check("k", k, q.dtype, (batch, kv_heads, keys, width))
-    _check("v", v, q.dtype, (batch, kv_heads, keys, v.shape[-1]))
+    build.check_array("k", k, q.dtype, (batch, kv_heads, keys, width))
+    build.check_array("v", v, q.dtype, (batch, kv_heads, keys, v.shape[-1]))
     row_strides: tuple[int, ...] = (0, 0, 0)
     row_address = bound_address = 0
     if rows is not None:
         rows = _adjacent(rows.to(torch.float32).expand(batch, heads, queries, keys))
-        _check("rows", rows, torch.float32, (batch, heads, queries, keys))
+        build.check_array("rows", rows, torch.float32, (batch, heads, queries, keys))
         row_strides, row_address = rows.stride()[:3], rows.data_ptr()
     if rows is None or key_bound is None:
         tau = -1.0
     else:
         key_bound = key_bound.to(torch.float32).contiguous()
-        _check("key_bound", key_bound, torch.float32, (batch, kv_heads))
+        build.check_array("key_bound", key_bound, torch.float32, (batch, kv_heads))
         bound_address = key_bound.data_ptr()
     out = q.new_empty((batch, heads, queries, v.shape[-1]), dtype=torch.float32)
     read = torch.empty(batch * kv_heads, dtype=torch.int64, device=q.device)
@@ -60,12 +60,3 @@ def attend_rows(
 def _adjacent(x: Tensor) -> Tensor:
     """With adjacent features, and no negation left to be done on reading, which an address does not tell."""
     return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
-
-
-def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The kernel reads addresses: whatever is not exactly as it expects must not reach it."""
-    if x.dtype != dtype or x.shape != shape or not x.is_cpu:
-        raise ValueError(
-            f"the CPU decode kernel reads {name} as {dtype} of shape {shape}, got {x.dtype} of shape "
-            f"{tuple(x.shape)} on {x.device}"
-        )

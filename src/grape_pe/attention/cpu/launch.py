@@ -45,12 +45,15 @@ ARRAYS = {
 INPUTS = tuple(ARRAYS)[:16]
 RESULTS = ("out", "lse", "work", "norms", "key_norm", "slope_range")  # of the forward
 STRIDED = ("c_q", "c_k", "rate_q", "rate_k")  # read with any strides
-ADDED_TO = ("work", "slope_range", "d_k", "d_v", "d_c_k", "d_rate_k", "d_probe_k", "d_path_rate", "d_table")
+ADDED_TO = ("slope_range", "d_k", "d_v", "d_c_k", "d_rate_k", "d_probe_k", "d_path_rate", "d_table")
 #: gradients that are made together when one of them is wanted; those of q, k and v always are
 TOGETHER = (("c_q", "c_k"), ("rate_q", "rate_k"), ("probe_q", "probe_k", "path_rate"), ("table", "mix"))
-SIZES = ("B", "H", "KV", "HP", "Tq", "Tk", "D", "Dv", "R", "P", "S", "L")
-#: `Problem` in tiles.cpp: sizes and eight numbers more, strides, scale and tau, addresses
-PROBLEM = struct.Struct(f"{len(SIZES) + 8}q {4 * len(STRIDED)}q 2f {len(ARRAYS)}P")
+NUMBERS = (
+    "B", "H", "KV", "HP", "Tq", "Tk", "D", "Dv", "R", "P", "S", "L",
+    "causal", "window", "sinks", "bounded", "threads", "splits", "first", "beyond",
+)  # fmt: skip
+#: `Problem` in tiles.cpp: numbers, strides, scale and tau, addresses
+PROBLEM = struct.Struct(f"{len(NUMBERS)}q {4 * len(STRIDED)}q 2f {len(ARRAYS)}P")
 
 
 def why_not_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) -> str | None:
@@ -71,16 +74,9 @@ def attend_cpu(
 
 def prepared(p: AttentionProblem) -> AttentionProblem:
     """The problem as tiles.cpp reads it, made once for both passes: float32, contiguous, int64 ids."""
-    p.q, p.k, p.v = p.q.float().contiguous(), p.k.float().contiguous(), p.v.float().contiguous()
-    if p.probe_q is not None and p.probe_k is not None:
-        p.probe_q, p.probe_k = p.probe_q.contiguous(), p.probe_k.contiguous()
-    if p.table is not None and p.place_q is not None and p.place_k is not None:
-        p.table, p.place_q, p.place_k = p.table.contiguous(), p.place_q.contiguous(), p.place_k.contiguous()
-        p.mix = None if p.mix is None else p.mix.contiguous()
-    if p.documents is not None:
-        p.documents = p.documents.long().contiguous()
-    if p.key_padding is not None:
-        p.key_padding = p.key_padding.contiguous()
+    for name in INPUTS:
+        if (x := getattr(p, name)) is not None and name not in STRIDED:
+            setattr(p, name, x.to(ARRAYS[name][0]).contiguous())
     p.key_bound = None
     return p
 
@@ -89,20 +85,14 @@ def allocate(p: AttentionProblem) -> list[Tensor]:
     return [_new(p, name, _sizes(p)) for name in RESULTS[3:]]
 
 
-def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    sizes = _sizes(p)
-    out, lse, work, *saved = results = [_new(p, name, sizes) for name in RESULTS]
-    if p.empty:
-        return out.zero_(), lse.fill_(float("-inf")), work, [x.zero_() for x in saved]
-    _call("grape_forward", p, sizes, dict(zip(RESULTS, results, strict=True)))
-    return out, lse, work, saved
+def forward(p: AttentionProblem, results: list[Tensor]) -> None:
+    results[2].zero_()
+    _call("grape_forward", p, _sizes(p), dict(zip(RESULTS, results, strict=True)))
 
 
 def backward(
     p: AttentionProblem, wanted: list[str], d_out: Tensor, d_lse: Tensor | None, results: list[Tensor]
 ) -> dict[str, Tensor]:
-    if p.empty:
-        return {name: torch.zeros_like(getattr(p, name)) for name in wanted}
     sizes = _sizes(p)
     given: Arrays = dict(zip((*RESULTS, "d_out"), (*results, d_out.contiguous()), strict=True))
     given["d_lse"] = None if d_lse is None else d_lse.contiguous()
@@ -148,36 +138,18 @@ def _new(p: AttentionProblem, name: str, sizes: dict[str, int]) -> Tensor:
 def _call(function: str, p: AttentionProblem, sizes: dict[str, int], arrays: Arrays) -> None:
     inputs: Arrays = {name: getattr(p, name) for name in INPUTS}
     _check(inputs, sizes)
-    window = min(p.window, sizes["Tq"] + sizes["Tk"])
-    numbers = (
-        p.causal,
-        window,
-        p.sinks,
-        p.bounded,
-        torch.get_num_threads(),
-        sizes["splits"],
-        p.first,
-        p.beyond,
-    )
+    numbers = sizes | {name: getattr(p, name) for name in ("causal", "sinks", "bounded", "first", "beyond")}
+    numbers |= {"window": min(p.window, p.q.shape[2] + p.k.shape[2]), "threads": torch.get_num_threads()}
     strides = [(0,) * 4 if x is None else x.stride() for x in map(inputs.get, STRIDED)]
     scale = ctypes.c_float(p.scale).value  # infinite beyond float32, for which `pack` raises
     tau = pruning.tau(p).item() if pruning.worthwhile(p, TILE) else OFF
-    found = map((inputs | arrays).get, ARRAYS)
-    addresses = [0 if x is None else x.data_ptr() for x in found]
-    build.run(
-        function, PROBLEM.pack(*map(sizes.get, SIZES), *numbers, *sum(strides, ()), scale, tau, *addresses)
-    )
+    addresses = [0 if x is None else x.data_ptr() for x in map((inputs | arrays).get, ARRAYS)]
+    found = PROBLEM.pack(*map(numbers.get, NUMBERS), *sum(strides, ()), scale, tau, *addresses)
+    build.run(function, found)
 
 
 def _check(arrays: Arrays, sizes: dict[str, int]) -> None:
-    """The kernel reads addresses: whatever is not exactly as it expects must not reach it."""
     for name, x in arrays.items():
-        if x is None:
-            continue
         dtype, axes = ARRAYS[name]
-        shape, strided = tuple([sizes[axis] for axis in axes]), name in STRIDED
-        if x.dtype != dtype or x.shape != shape or not x.is_cpu or not (strided or x.is_contiguous()):
-            raise ValueError(
-                f"the CPU attention kernel reads {name} as {'' if strided else 'contiguous '}{dtype} of shape "
-                f"{shape}, got {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} on {x.device}"
-            )
+        if x is not None:
+            build.check_array(name, x, dtype, tuple([sizes[axis] for axis in axes]), name not in STRIDED)

@@ -1,7 +1,7 @@
 // Vectors, their elementary functions and one matrix product: what tiles.cpp is written in.
 //
 // GCC/Clang vector extensions only, so the same text serves AVX-512, AVX, SSE and NEON. Compiled without
-// -ffast-math: a NaN that enters must leave.
+// -ffast-math: a NaN in the input must reach the output.
 #pragma once
 
 #include <cstdint>
@@ -125,7 +125,7 @@ static inline void micro(const float *a, long rs, long cs, const float *b, long 
             for (int n = 0; n < NR; n++) acc[m][n] += x * row[n];
         }
     }
-    // c joins last: begun from c, every step would round at the size of the whole sum.
+    // c is added last: started from c, every step would round at the size of the whole sum.
     for (int m = 0; m < MR; m++)
         for (int n = 0; n < NR; n++) {
             float *at = c + m * ldc + n * W;

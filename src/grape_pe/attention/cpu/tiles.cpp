@@ -273,9 +273,9 @@ struct Block {
         return bound;
     }
 
-    // True when no row can get anything from the tile that survives rounding. `held` is a lower bound of what each
-    // row has: its running maximum or, in the backward pass, its logsumexp.
-    bool negligible(long kb, const float *held, float k_norm) {
+    // True when no weight of the tile can survive rounding. `found` is for each row a lower bound of its largest logit:
+    // its running maximum or, in the backward pass, its logsumexp.
+    bool negligible(long kb, const float *found, float k_norm) {
         if (p.tau < 0 || (p.P && !(path_rate >= 0))) return false;
         if (p.S && !distance_range(kb * BK, std::min<long>(BK, p.Tk - kb * BK))) return false;
         for (int n = 0; n < nv; n++) {
@@ -284,7 +284,7 @@ struct Block {
             if (p.P) bound += all(path_rate) * load(sum_high + n * W);
             if (p.S) bound += distance_bound(n);
             bound += vmin(vabs(bound), all(HUGEST)) * all(1e-5f) + all(1e-3f);  // the bound's own rounding
-            vi keep = ~(bound < load(held + n * W) - all(p.tau));
+            vi keep = ~(bound < load(found + n * W) - all(p.tau));
             if (any(keep & (iota() + alli(n * W) < alli((int)nt)))) return false;
         }
         return true;
@@ -292,12 +292,23 @@ struct Block {
 
     bool path_alone() const { return p.P && !p.R && !p.S; }
 
-    // A path alone only falls leftwards: once negligible against the longest key, all the rest is.
-    float longest_key(long first, long end) const {
+    // Visits the tiles of keys from right to left with what the masks and pruning leave of each, and counts those the
+    // masks leave. A path alone only falls leftwards: once negligible against the longest key, all that follows is.
+    template <class Visit>
+    long walk(const float *found, Visit visit) {
+        long visible = 0, first = first_tile(), end = end_tile();
+        bool ended = false;
+        bool alone = p.P && !p.R && !p.S && p.tau >= 0;
         double longest = 0;
-        for (long kb = first; kb < end && path_alone() && p.tau >= 0; kb++)
+        for (long kb = first; alone && kb < end; kb++)
             if (!(key_norm(kb) <= longest)) longest = key_norm(kb);
-        return (float)longest;
+        for (long kb = end - 1; kb >= first; kb--) {
+            Sight seen = sight(kb * BK, std::min<long>(BK, p.Tk - kb * BK));
+            visible += seen != NONE;
+            if (alone && !ended) ended = negligible(kb, found, (float)longest);
+            if (!ended) visit(kb, seen != NONE && negligible(kb, found, key_norm(kb)) ? NONE : seen);
+        }
+        return visible;
     }
 
     // psi(t, l) of the tile from probes; path[j] = its sum over l = j+1 … t; with `slope` also g'. The sums move on.
@@ -420,11 +431,11 @@ struct Forward : Block {
     void finish() {
         for (long t = 0; t < nt; t++) {
             long row = bh * p.Tq + t0 + t;
-            bool blind = m[t] == -INF && l[t] == 0;  // sees no key: zeros, and weights of 0 in the backward pass
-            p.norms[row * 2] = blind ? INF : m[t];
-            p.norms[row * 2 + 1] = blind ? 1 : l[t];
-            p.lse[row] = blind ? -INF : m[t] + std::log(l[t]);
-            float inverse = blind ? 0 : 1 / l[t];
+            bool no_key = m[t] == -INF && l[t] == 0;  // zeros, and weights of 0 in the backward pass
+            p.norms[row * 2] = no_key ? INF : m[t];
+            p.norms[row * 2 + 1] = no_key ? 1 : l[t];
+            p.lse[row] = no_key ? -INF : m[t] + std::log(l[t]);
+            float inverse = no_key ? 0 : 1 / l[t];
             for (long d = 0; d < p.Dv; d++) p.out[row * p.Dv + d] = oT[d * BQ + t] * inverse;
         }
     }
@@ -434,23 +445,16 @@ struct Forward : Block {
         std::fill(m, m + BQ, -INF);
         std::fill(l, l + BQ, 0.0f);
         std::fill(oT.begin(), oT.end(), 0.0f);
-        long computed = 0, visible = 0, first = first_tile(), end = end_tile();
-        bool stopped = false;
-        float longest = longest_key(first, end);
-        for (long kb = end - 1; kb >= first; kb--) {
+        long computed = 0;
+        long visible = walk(m, [&](long kb, Sight seen) {
             long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
-            Sight seen = sight(j0, nj);
-            visible += seen != NONE;
-            if (path_alone() && !stopped) stopped = negligible(kb, m, longest);
-            if (stopped) continue;
-            bool skip = seen == NONE || negligible(kb, m, key_norm(kb));
             if (p.P) scan_path<false>(j0, nj, path.data(), nullptr);
-            if (skip) continue;
+            if (seen == NONE) return;
             computed++;
             logits(kb, j0, nj, seen == WHOLE, p.P ? path.data() : nullptr);
             soften(nj);
             gemm(p.Dv, lanes, nj, v_tile, 1, p.Dv, s.data(), BQ, oT.data(), BQ, true);
-        }
+        });
         finish();
 #pragma omp atomic
         p.work[bh * 2] += computed;
@@ -482,18 +486,12 @@ struct Backward : Block {
           c_sum(p.R * BQ), mix_sum(p.S * BQ), skew(p.S ? W * BAND : 0), todo(tiles) {}
 
     // Which tiles to compute and, with a path, its sums and slopes in every tile, from the right.
-    void plan(long first, long end) {
-        bool stopped = false;
-        float longest = longest_key(first, end);
-        for (long kb = end - 1; kb >= first; kb--) {
-            long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
-            todo[kb] = NONE;
-            if (path_alone() && !stopped) stopped = negligible(kb, lse, longest);
-            if (stopped) continue;
-            Sight seen = sight(j0, nj);
-            todo[kb] = seen == NONE || negligible(kb, lse, key_norm(kb)) ? NONE : seen;
-            if (p.P) scan_path<true>(j0, nj, &paths[kb * TILE], &slopes[kb * TILE]);
-        }
+    void plan() {
+        std::fill(todo.begin(), todo.end(), NONE);
+        walk(lse, [&](long kb, Sight seen) {
+            todo[kb] = seen;
+            if (p.P) scan_path<true>(kb * BK, std::min<long>(BK, p.Tk - kb * BK), &paths[kb * TILE], &slopes[kb * TILE]);
+        });
     }
 
     // s, dp: the tile's logits and dP
@@ -506,9 +504,9 @@ struct Backward : Block {
     // Then delta is formed from the dP it is taken from, so that their rounding cancels as in a dense softmax: a
     // second pass over the tiles, if an eighth of the rows are such.
     void renew_delta(long first, long end) {
-        long held = 0;
-        for (long t = 0; t < nt; t++) held += l[t] < 1.25f && m[t] < INF;
-        if (8 * held < nt || held == 0) return;
+        long concentrated = 0;
+        for (long t = 0; t < nt; t++) concentrated += l[t] < 1.25f && m[t] < INF;
+        if (8 * concentrated < nt || concentrated == 0) return;
         double sum[BQ] = {};
         for (long kb = first; kb < end; kb++) {
             if (!todo[kb]) continue;
@@ -723,7 +721,7 @@ struct Backward : Block {
         select(head, block);
         start();
         long first = first_tile(), end = end_tile();
-        plan(first, end);
+        plan();
         renew_delta(first, end);
         for (long kb = first; kb < end; kb++) tile(kb);
         finish();

@@ -30,31 +30,23 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, bias: Bias, masks: Masks) ->
     """The reason the Triton kernels cannot do this call, or None when they can."""
     return (
         problem.why_not(bias)
-        or why_not_device(q.device, q.dtype)
+        or why_not_device(q.device)
         or _why_not_shapes(q, v, masks)
         or _why_not_path(bias, masks)
     )
 
 
-def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
-
-
-def why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_device(device: torch.device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
     if device.type != "cuda":
-        if not interpreted():
-            return f"it needs CUDA tensors, got {device.type} (TRITON_INTERPRET=1 interprets it on the CPU)"
-        if dtype == torch.bfloat16:
-            return "Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"
-    elif torch.version.hip is not None:
+        return f"it needs CUDA tensors, got {device.type}"
+    if torch.version.hip is not None:
         return f"it is written for NVIDIA GPUs, and {torch.cuda.get_device_name(device)} is driven by ROCm"
-    else:
-        major, minor = torch.cuda.get_device_capability(device)
-        if 10 * major + minor not in DEVICES:
-            known = ", ".join(f"{arch // 10}.{arch % 10}" for arch in DEVICES)
-            name = torch.cuda.get_device_name(device)
-            return f"{name} has compute capability {major}.{minor}; the kernels are written for {known}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor not in DEVICES:
+        known = ", ".join(f"{arch // 10}.{arch % 10}" for arch in DEVICES)
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {major}.{minor}; the kernels are written for {known}"
     return _why_not_version()
 
 
@@ -64,6 +56,8 @@ def _why_not_version() -> str | None:
     version = triton_version()  # None for a build under another name
     if version is not None and release(version) < OLDEST_TRITON:
         return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))} or later, found {version}"
+    if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"):
+        return "TRITON_INTERPRET is set, and these kernels must be compiled; unset it"
     return None
 
 

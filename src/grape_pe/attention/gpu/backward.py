@@ -25,76 +25,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import (
-    LENGTHS,
-    LN2,
-    LOG2E,
-    PATCH,
-    add_distances,
-    add_slopes,
-    edges,
-    key_range,
-    load_rows,
-    mix_of,
-    path_step,
-    slope_offset,
-    slope_rate,
-    sound_keys,
-    store_rows,
-    table_entry,
-    table_value,
-    visible,
-    zeros,
-)
+from . import tile as ops
+from .tile import LN2, LOG2E, PATCH
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def delta_kernel(
-    OUT, FINE, D_OUT, D_LSE, DELTA, stride_ob, stride_oh, stride_ot, H, TQ,
-    KIND: tl.constexpr, HAS_D_LSE: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * BM
+@triton.jit(do_not_specialize=["SIZES"])
+def delta_kernel(INPUTS, STRIDES, SIZES, OUT, FINE, D_LSE, DELTA, KIND: tl.constexpr):
+    row = tl.program_id(0) * PATCH
     bh = tl.program_id(1).to(tl.int64)
-    m = tl.arange(0, BM)
+    head = ops.of_head(INPUTS, STRIDES, SIZES, bh // SIZES.H, bh % SIZES.H, KIND)
+    m = tl.arange(0, PATCH)
     i = row + m
-    live = i < TQ
-    out = load_rows(OUT + bh * TQ * KIND.dv, row, m, KIND.dv, live, KIND.dv, KIND.block_dv, True).to(
-        tl.float32
-    )
+    live = i < SIZES.TQ
+    out = ops.load_rows(OUT, bh * SIZES.TQ + row, m, KIND.dv, live, KIND.dv, True).to(tl.float32)
     if KIND.exact:
-        out += load_rows(FINE + bh * TQ * KIND.dv, row, m, KIND.dv, live, KIND.dv, KIND.block_dv, True).to(
-            tl.float32
-        )
-    D_OUT += (bh // H) * stride_ob + (bh % H) * stride_oh
-    d_out = load_rows(D_OUT, row, m, stride_ot, live, KIND.dv, KIND.block_dv, True).to(tl.float32)
+        out += ops.load_rows(FINE, bh * SIZES.TQ + row, m, KIND.dv, live, KIND.dv, True).to(tl.float32)
+    d_out = ops.load_rows(head.d_out, row, m, STRIDES.d_out[2], live, KIND.dv, True).to(tl.float32)
     delta = tl.sum(out * d_out, 1)
-    if HAS_D_LSE:
-        delta -= tl.load(D_LSE + bh * TQ + i, mask=live, other=0.0)
-    tl.store(DELTA + bh * TQ + i, delta, mask=live)
+    if D_LSE is not None:
+        delta -= tl.load(D_LSE + bh * SIZES.TQ + i, mask=live, other=0.0)
+    tl.store(DELTA + bh * SIZES.TQ + i, delta, mask=live)
 
 
 @triton.jit
-def _add_d_rate(d_rate, ds, slopes, at, KIND: tl.constexpr, KEYS: tl.constexpr):
+def _add_d_rate(d_rate, ds, head, at, sizes, KIND: tl.constexpr, KEYS: tl.constexpr):
     """d_rate of each term plus the row sums of dS (c_j - c_t)."""
     TERMS: tl.constexpr = KIND.terms
     found = ()
     for r in tl.static_range(TERMS):
-        found = found + (d_rate[r] + tl.sum(ds * slope_offset(slopes, r, at, KEYS), 1),)
+        found = found + (d_rate[r] + tl.sum(ds * ops.slope_offset(head, r, at, sizes, KEYS), 1),)
     return found
 
 
 @triton.jit
 def _table_step(
-    D_TABLE, d_mix, ends, ds, distances, at, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    D_TABLE, d_mix, ends, ds, head, at, sizes, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
     """Adds a tile of dS to this program's own d table, to d mix, and to each row's sums outside the table.
 
-    Where positions run on, m + n (keys descend) tells the entry, and the sums along it are all there is to do.
-    Else the loop goes through the differences of entry and m + n, one at a time: pairs of one have an entry each.
+    Where positions are consecutive, m + n (keys descend) determines the entry: sums along it are enough. Else the
+    loop handles each value of entry - (m + n) on its own: among pairs with one value, m + n determines the entry.
     """
     TABLES: tl.constexpr = KIND.tables
-    L = distances[4]
-    entry, near = table_entry(distances, at, 1)
+    L = sizes.L
+    entry, near = ops.table_entry(head, at, sizes, 1)
     inside = entry == near
     if KIND.beyond == 0:
         ends = (
@@ -107,7 +81,7 @@ def _table_step(
             reached = tl.where(inside, ds, 0.0)
         more = ()
         for s in tl.static_range(TABLES):
-            more = more + (d_mix[s] + tl.sum(reached * table_value(distances, s, near, at, 1), 1),)
+            more = more + (d_mix[s] + tl.sum(reached * ops.table_value(head, s, near, at, sizes, 1), 1),)
         d_mix = more
     m, n = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     # Column n of a turned tile holds the pairs whose m + n is n, plus BN where it wrapped, plus whole blocks of BN.
@@ -122,7 +96,7 @@ def _table_step(
         for s in tl.static_range(TABLES):
             y = turned
             if KIND.mixed:
-                y *= mix_of(distances, s, at, KIND)[:, None]
+                y *= ops.mix_of(head, s, at, KIND)[:, None]
             for wrap in tl.static_range(2):
                 sums = tl.sum(tl.reshape(tl.where(wrapped == (wrap == 1), y, 0.0), (BM // BN, BN, BN)), 1)
                 to = here + wrap * BN + block
@@ -134,113 +108,85 @@ def _table_step(
     return d_mix, ends
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=["SIZES"])
 def query_kernel(
-    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, TABLE, MIX, PLACE_Q,
-    PLACE_K, DOCS, PADDING, POISON, FIRST, CARRY, RIGHT, TOTAL, DQ, D_RATE, D_C, D_PROBE, D_PATH_RATE, D_TABLE, D_MIX,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, table_h, L,
-    H, HKV, HP, TQ, TK, window, heads_from, borders, scale,
+    INPUTS, STRIDES, SIZES, GRADIENTS, CARRY, RIGHT, TOTAL, D_TABLE,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
     """dq, d rate_q, d c_q, d probe_q and each row's share of d rate."""
     TERMS: tl.constexpr = KIND.terms
+    TABLES: tl.constexpr = KIND.tables
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     place = tl.program_id(1).to(tl.int64)
-    bh = heads_from + place
-    b, h = bh // H, bh % H
-    hk = h // (H // HKV)
+    bh = SIZES.heads_from + place
+    head = ops.of_head(INPUTS, STRIDES, SIZES, bh // SIZES.H, bh % SIZES.H, KIND)
+    TQ = SIZES.TQ
     m = tl.arange(0, BM)
     i = row + m
-    t = i + TK - TQ
+    t = i + SIZES.TK - TQ
     live_q = i < TQ
-    K += b * stride_kb + hk * stride_kh
-    V += b * stride_vb + hk * stride_vh
-    POISON += (b * HKV + hk) * TK
-    masks = (DOCS + b * TK, PADDING + b * TK)
-    slopes = (
-        RATE_Q + b * rq_b + h * rq_h, RATE_K + b * rk_b + h * rk_h,
-        C_Q + b * cq_b + h * cq_h, C_K + b * ck_b + h * ck_h,
-    )  # fmt: skip
-    distances = (TABLE + h * table_h, MIX + bh * TQ * KIND.tables, PLACE_Q + b * TQ, PLACE_K + b * TK, L)
-    Q += b * stride_qb + h * stride_qh
-    D_OUT += b * stride_ob + h * stride_oh
-    q = load_rows(Q, row, m, stride_qt, live_q, KIND.d, KIND.block_d, True)
-    d_out = load_rows(D_OUT, row, m, stride_ot, live_q, KIND.dv, KIND.block_dv, True)
-    lse = tl.load(LSE + bh * TQ + i, mask=live_q, other=float("-inf"))
+    q = ops.load_rows(head.q, row, m, STRIDES.q[2], live_q, KIND.d, True)
+    d_out = ops.load_rows(head.d_out, row, m, STRIDES.d_out[2], live_q, KIND.dv, True)
+    lse = tl.load(head.lse + i, mask=live_q, other=float("-inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # then every weight is zero
-    delta = tl.load(DELTA + bh * TQ + i, mask=live_q, other=0.0)
-    p = q
-    rate = 0.0
-    if KIND.path:
-        bp = b * HP + h // (H // HP)
-        p = load_rows(PROBE_Q + bp * TQ * KIND.p, row, m, KIND.p, live_q, KIND.p, KIND.block_p, True)
-        p = p * (LOG2E / KIND.p)
-        PROBE_K += bp * TK * KIND.p
-        rate = tl.load(PATH_RATE + h)
-        CARRY += place * borders * TQ + i
-        RIGHT += place * borders * TQ + i
-    ours = t
-    if KIND.documents:
-        ours = tl.load(masks[0] + t, mask=live_q & (t >= 0), other=-1)
+    delta = tl.load(head.delta + i, mask=live_q, other=0.0)
+    p, rate = ops.probes_of(head, q, row, m, live_q, KIND)
+    ours = ops.documents_of(head, t, live_q, KIND)
+    CARRY += place * SIZES.borders * TQ + i
+    RIGHT += place * SIZES.borders * TQ + i
 
-    SIMPLE: tl.constexpr = not (KIND.window or KIND.documents or KIND.padding)
-    FIRST += bh * tl.cdiv(TQ, PATCH)
-    begin, whole, end = key_range(
-        masks, FIRST, row, i, t, TQ, TK, window, KIND, KIND.prune, SIMPLE, BM, BN, BORDER
-    )
-    dq = zeros(BM, KIND.block_d)
-    dp = zeros(BM, KIND.block_p)
-    dp_all = zeros(BM, KIND.block_p)
+    begin, whole, end = ops.key_range(head, row, i, t, SIZES, KIND, KIND.prune, BM, BN, BORDER)
+    dq = ops.zeros(BM, ops.padded(KIND.d))
+    dp = ops.zeros(BM, ops.padded(KIND.p))
+    dp_all = ops.zeros(BM, ops.padded(KIND.p))
     carry = (tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32))
     right = tl.zeros((BM,), tl.float32)
     d_path_rate = tl.zeros((BM,), tl.float32)
     d_rate = (tl.zeros((BM,), tl.float32),) * TERMS
     d_c = (tl.zeros((BM,), tl.float32),) * TERMS
-    TABLES: tl.constexpr = KIND.tables
     d_mix = (tl.zeros((BM,), tl.float32),) * TABLES
     ends = (tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32))
-    D_TABLE += (place * tl.num_programs(0) + tl.program_id(0)) * TABLES * (L + 2)
+    D_TABLE += (place * tl.num_programs(0) + tl.program_id(0)) * TABLES * (SIZES.L + 2)
     n = tl.arange(0, BN)
     hi = end
-    for phase in tl.static_range(2 if SIMPLE else 1):  # phase 0: tiles that need a mask
+    for phase in tl.static_range(2 if KIND.simple else 1):  # phase 0: tiles that need a mask
         lo = begin
-        if SIMPLE and phase == 0:
+        if KIND.simple and phase == 0:
             lo = whole
         for done in range(0, hi - lo, BN):
             top = hi - done - 1
             j = top - n
-            live = sound_keys(masks, POISON, j, TK, KIND, phase == 0)[0]
-            at = (i, j, live_q, live, TQ, TK)
-            k = load_rows(K, top, -n, stride_kt, live, KIND.d, KIND.block_d, phase == 0)
-            v = load_rows(V, top, -n, stride_vt, live, KIND.dv, KIND.block_dv, phase == 0)
-            x = tl.dot(q, tl.trans(k), input_precision=KIND.precision) * (scale * LOG2E)
-            x = add_distances(add_slopes(x, slopes, at, KIND, 1), distances, at, KIND, 1)
+            live = ops.sound_keys(head, j, SIZES, KIND, phase == 0)[0]
+            at = (i, j, live_q, live)
+            k = ops.load_rows(head.k, top, -n, STRIDES.k[2], live, KIND.d, phase == 0)
+            v = ops.load_rows(head.v, top, -n, STRIDES.v[2], live, KIND.dv, phase == 0)
+            x = tl.dot(q, tl.trans(k), input_precision=KIND.precision) * (SIZES.scale * LOG2E)
+            x = ops.add_biases(x, head, at, SIZES, KIND, 1)
             if KIND.path:
                 border = (top // BORDER) * TQ
-                at_border = live_q & ((top + 1 + 0 * i) % BORDER == 0)  # a tensor, as in keys_kernel
+                at_border = live_q & ((top + 1) % BORDER == 0)
                 tl.store(CARRY + border, carry[0] + carry[1], mask=at_border)
                 tl.store(RIGHT + border, right, mask=at_border)
-                probe, path, slope, carry = path_step(PROBE_K, p, carry, top, n, t, TK, KIND, phase == 0)
+                probe, path, slope, carry = ops.path_step(head, p, carry, top, n, t, SIZES, KIND, phase == 0)
                 x += rate * path
             w = tl.exp2(x - lse[:, None])
             if phase == 0:
-                seen = visible(masks, ours, t, j, TK, window, KIND, 1)
+                seen = ops.visible(head, ours, t, j, SIZES, KIND, 1)
                 w = tl.where(seen, w, 0.0)
             ds = w * (tl.dot(d_out, tl.trans(v), input_precision=KIND.precision) - delta[:, None])
             if phase == 0:  # 0 * NaN would spread a row that is not finite
                 ds = tl.where(seen, ds, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=KIND.precision)
             if KIND.d_rate and KIND.rate_q:
-                d_rate = _add_d_rate(d_rate, ds, slopes, at, KIND, 1)
+                d_rate = _add_d_rate(d_rate, ds, head, at, SIZES, KIND, 1)
             if KIND.d_c and KIND.rate_k:
                 more = ()
                 for r in tl.static_range(TERMS):
-                    theirs = slope_rate(slopes, r, at, False, True, 1)
+                    theirs = ops.slope_rate(head, r, at, SIZES, False, True, 1)
                     more = more + (d_c[r] - tl.sum(ds * theirs, 1),)
                 d_c = more
             if KIND.d_table:
-                d_mix, ends = _table_step(D_TABLE, d_mix, ends, ds, distances, at, KIND, BM, BN)
+                d_mix, ends = _table_step(D_TABLE, d_mix, ends, ds, head, at, SIZES, KIND, BM, BN)
             if KIND.path:
                 d_path_rate += tl.sum(ds * path, 1)
                 after = tl.cumsum(ds, 1) - ds + right[:, None]  # over the keys after j
@@ -249,28 +195,28 @@ def query_kernel(
                 dp_all = tl.dot(slope, probe, dp_all, input_precision="tf32x3")
         hi = lo
 
-    store_rows(DQ + bh * TQ * KIND.d, row, m, KIND.d, live_q, dq * scale, KIND.d, KIND.block_d)
+    ops.store_rows(GRADIENTS.q, bh * TQ + row, m, live_q, dq * SIZES.scale, KIND.d)
     if KIND.path:
         dp = (right[:, None] * dp_all - dp) * (rate / KIND.p)
-        store_rows(D_PROBE + bh * TQ * KIND.p, row, m, KIND.p, live_q, dp, KIND.p, KIND.block_p)
-        tl.store(D_PATH_RATE + bh * TQ + i, d_path_rate * LN2, mask=live_q)
+        ops.store_rows(GRADIENTS.probe_q, bh * TQ + row, m, live_q, dp, KIND.p)
+        tl.store(GRADIENTS.path_rate + bh * TQ + i, d_path_rate * LN2, mask=live_q)
         tl.store(TOTAL + place * TQ + i, right, mask=live_q)
         last = begin // BORDER  # the walk ended in this block: nothing is left of it
-        tl.store(RIGHT + (last - 1) * TQ, right, mask=live_q & (last + 0 * i > 0))
+        tl.store(RIGHT + (last - 1) * TQ, right, mask=live_q & (last > 0))
     for r in tl.static_range(TERMS):
         if KIND.d_rate and KIND.rate_q:
-            tl.store(D_RATE + (bh * TERMS + r) * TQ + i, d_rate[r], mask=live_q)
+            tl.store(GRADIENTS.rate_q + (bh * TERMS + r) * TQ + i, d_rate[r], mask=live_q)
         if KIND.d_c and KIND.rate_k:
-            tl.store(D_C + (bh * TERMS + r) * TQ + i, d_c[r], mask=live_q)
+            tl.store(GRADIENTS.c_q + (bh * TERMS + r) * TQ + i, d_c[r], mask=live_q)
     for s in tl.static_range(TABLES):
         if KIND.d_table:
-            tl.store(D_MIX + (bh * TABLES + s) * TQ + i, d_mix[s], mask=live_q)
+            tl.store(GRADIENTS.mix + (bh * TABLES + s) * TQ + i, d_mix[s], mask=live_q)
             below, above = ends
             if KIND.mixed:
-                mix = mix_of(distances, s, (i, i, live_q, live_q, TQ, TK), KIND)
+                mix = ops.mix_of(head, s, (i, i, live_q, live_q), KIND)
                 below, above = below * mix, above * mix
-            tl.store(D_TABLE + s * (L + 2), tl.sum(below, 0))
-            tl.store(D_TABLE + s * (L + 2) + L + 1, tl.sum(above, 0))
+            tl.store(D_TABLE + s * (SIZES.L + 2), tl.sum(below, 0))
+            tl.store(D_TABLE + s * (SIZES.L + 2) + SIZES.L + 1, tl.sum(above, 0))
 
 
 @triton.jit
@@ -285,52 +231,33 @@ def _last_row(FIRST, end, key_end, TQ, SPAN: tl.constexpr):
     return tl.minimum(end, last)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=["SIZES"])
 def key_kernel(
-    Q, K, V, D_OUT, LSE, DELTA, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE, TABLE, MIX, PLACE_Q,
-    PLACE_K, DOCS, DOC_ENDS, PADDING, POISON, FIRST, CARRY, RIGHT, TOTAL, DK, D_V, D_RATE, D_C, D_PROBE,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, table_h, L,
-    H, HKV, HP, TQ, TK, window, heads_from, borders, scale,
+    INPUTS, STRIDES, SIZES, GRADIENTS, CARRY, RIGHT, TOTAL, DOC_ENDS,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, d rate_k, d c_k and d probe_k that one query head leaves at BN keys; tiles are (BN, BM)."""
     TERMS: tl.constexpr = KIND.terms
     start = tl.program_id(0) * BN
     place = tl.program_id(1).to(tl.int64)
-    bh = heads_from + place
-    b, h = bh // H, bh % H
-    hk = h // (H // HKV)
+    bh = SIZES.heads_from + place
+    b = bh // SIZES.H
+    head = ops.of_head(INPUTS, STRIDES, SIZES, b, bh % SIZES.H, KIND)
+    TQ, TK = SIZES.TQ, SIZES.TK
     n = tl.arange(0, BN)
     top = start + BN - 1
     j = top - n
-    K += b * stride_kb + hk * stride_kh
-    V += b * stride_vb + hk * stride_vh
-    masks = (DOCS + b * TK, PADDING + b * TK)
-    slopes = (
-        RATE_Q + b * rq_b + h * rq_h, RATE_K + b * rk_b + h * rk_h,
-        C_Q + b * cq_b + h * cq_h, C_K + b * ck_b + h * ck_h,
-    )  # fmt: skip
-    distances = (TABLE + h * table_h, MIX + bh * TQ * KIND.tables, PLACE_Q + b * TQ, PLACE_K + b * TK, L)
-    live = sound_keys(masks, POISON + (b * HKV + hk) * TK, j, TK, KIND, True)[0]
-    k = load_rows(K, top, -n, stride_kt, live, KIND.d, KIND.block_d, True)
-    v = load_rows(V, top, -n, stride_vt, live, KIND.dv, KIND.block_dv, True)
-    Q += b * stride_qb + h * stride_qh
-    D_OUT += b * stride_ob + h * stride_oh
-    LSE += bh * TQ
-    DELTA += bh * TQ
-    FIRST += bh * tl.cdiv(TQ, PATCH)
+    live = ops.sound_keys(head, j, SIZES, KIND, True)[0]
+    k = ops.load_rows(head.k, top, -n, STRIDES.k[2], live, KIND.d, True)
+    v = ops.load_rows(head.v, top, -n, STRIDES.v[2], live, KIND.dv, True)
     probe = k
     rate = 0.0
     if KIND.path:
-        bp = b * HP + h // (H // HP)
-        PROBE_Q += bp * TQ * KIND.p
-        PROBE_K += bp * TK * KIND.p
-        probe = load_rows(PROBE_K, top + 1, -n, KIND.p, j + 1 < TK, KIND.p, KIND.block_p, True)
+        probe = ops.load_rows(head.probe_k, top + 1, -n, KIND.p, j + 1 < TK, KIND.p, True)
         probe = probe * (LOG2E / KIND.p)
-        rate = tl.load(PATH_RATE + h)
-        CARRY += (place * borders + start // BN) * TQ
-        RIGHT += (place * borders + start // BN - 1) * TQ  # the border below this block
+        rate = tl.load(head.path_rate)
+        CARRY += (place * SIZES.borders + start // BN) * TQ
+        RIGHT += (place * SIZES.borders + start // BN - 1) * TQ  # the border below this block
         TOTAL += place * TQ
 
     # Rows [begin, end) that may see these keys; from `whole` on each sees all of them.
@@ -340,15 +267,15 @@ def key_kernel(
     if KIND.causal:
         begin = tl.maximum(begin, start - shift)
     if KIND.window:
-        end = tl.minimum(end, start + BN - 1 + window - shift)
+        end = tl.minimum(end, start + BN - 1 + SIZES.window - shift)
         if not KIND.causal:
-            begin = tl.maximum(begin, start - window + 1 - shift)
+            begin = tl.maximum(begin, start - SIZES.window + 1 - shift)
     if KIND.documents and KIND.causal:
         end = tl.minimum(end, tl.max(tl.load(DOC_ENDS + b * TK + j, mask=j < TK, other=0), 0) - shift)
     if KIND.prune:
-        end = _last_row(FIRST, end, start + BN, TQ, 256)
+        end = _last_row(head.first, end, start + BN, TQ, 256)
     begin = begin // BM * BM
-    SIMPLE: tl.constexpr = not (KIND.window or KIND.documents or KIND.padding or KIND.prune)
+    SIMPLE: tl.constexpr = KIND.simple and not KIND.prune
     whole = tl.maximum(end, begin)
     if SIMPLE:
         whole = begin
@@ -357,9 +284,9 @@ def key_kernel(
         if start + BN > TK:  # the last block may have fewer keys than BN
             whole = tl.maximum(end, begin)
         whole = tl.minimum(whole, tl.maximum(end, begin))
-    dk = zeros(BN, KIND.block_d)
-    dv = zeros(BN, KIND.block_dv)
-    dp = zeros(BN, KIND.block_p)
+    dk = ops.zeros(BN, ops.padded(KIND.d))
+    dv = ops.zeros(BN, ops.padded(KIND.dv))
+    dp = ops.zeros(BN, ops.padded(KIND.p))
     d_rate = (tl.zeros((BN,), tl.float32),) * TERMS
     d_c = (tl.zeros((BN,), tl.float32),) * TERMS
     m = tl.arange(0, BM)
@@ -373,33 +300,32 @@ def key_kernel(
             i = row + m
             t = i + shift
             live_q = i < TQ
-            at = (i, j, live_q, live, TQ, TK)
-            lse = tl.load(LSE + i, mask=live_q, other=float("-inf"))
+            at = (i, j, live_q, live)
+            lse = tl.load(head.lse + i, mask=live_q, other=float("-inf"))
             # A row that is not finite has a logsumexp of NaN. It must not reach keys that it does not see.
-            q = load_rows(Q, row, m, stride_qt, live_q & (lse == lse), KIND.d, KIND.block_d, True)
-            d_out = load_rows(D_OUT, row, m, stride_ot, live_q, KIND.dv, KIND.block_dv, True)
+            q = ops.load_rows(head.q, row, m, STRIDES.q[2], live_q & (lse == lse), KIND.d, True)
+            d_out = ops.load_rows(head.d_out, row, m, STRIDES.d_out[2], live_q, KIND.dv, True)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            delta = tl.load(DELTA + i, mask=live_q, other=0.0)
-            x = tl.dot(k, tl.trans(q), input_precision=KIND.precision) * (scale * LOG2E)
-            x = add_distances(add_slopes(x, slopes, at, KIND, 0), distances, at, KIND, 0)
+            delta = tl.load(head.delta + i, mask=live_q, other=0.0)
+            x = tl.dot(k, tl.trans(q), input_precision=KIND.precision) * (SIZES.scale * LOG2E)
+            x = ops.add_biases(x, head, at, SIZES, KIND, 0)
             if KIND.path:
-                p = load_rows(PROBE_Q, row, m, KIND.p, live_q, KIND.p, KIND.block_p, True)
-                edge, slope = edges(tl.dot(probe, tl.trans(p), input_precision="tf32x3"), KIND.bounded)
+                p = ops.load_rows(head.probe_q, row, m, KIND.p, live_q, KIND.p, True)
+                edge, slope = ops.edges(tl.dot(probe, tl.trans(p), input_precision="tf32x3"), KIND.bounded)
                 if phase == 0:
                     edge = tl.where(j[:, None] < t[None, :], edge, 0.0)
                 x += rate * (tl.cumsum(edge, 0) + tl.load(CARRY + i, mask=live_q, other=0.0)[None, :])
             w = tl.exp2(x - lse[None, :])
             first = tl.zeros_like(i)  # before it the row has no key
             if phase == 0:
-                ours = t
+                ours = ops.documents_of(head, t, live_q, KIND)
                 if KIND.documents:
-                    ours = tl.load(masks[0] + t, mask=live_q & (t >= 0), other=-1)
                     first = tl.maximum(first, ours)
                 if KIND.window:
-                    first = tl.maximum(first, t - window + 1)
+                    first = tl.maximum(first, t - SIZES.window + 1)
                 if KIND.prune:  # what the forward left out stays left out
-                    first = tl.maximum(first, tl.load(FIRST + i // PATCH, mask=live_q, other=0))
-                seen = visible(masks, ours, t, j, TK, window, KIND, 0)
+                    first = tl.maximum(first, tl.load(head.first + i // PATCH, mask=live_q, other=0))
+                seen = ops.visible(head, ours, t, j, SIZES, KIND, 0)
                 if KIND.prune:
                     seen = seen & (j[:, None] >= first[None, :])
                 w = tl.where(seen, w, 0.0)
@@ -409,15 +335,15 @@ def key_kernel(
                 ds = tl.where(seen, ds, 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=KIND.precision)
             if KIND.d_rate and KIND.rate_k:
-                d_rate = _add_d_rate(d_rate, ds, slopes, at, KIND, 0)
+                d_rate = _add_d_rate(d_rate, ds, head, at, SIZES, KIND, 0)
             if KIND.d_c:
                 more = ()
                 for r in tl.static_range(TERMS):
-                    both = slope_rate(slopes, r, at, KIND.rate_q, KIND.rate_k, 0)
+                    both = ops.slope_rate(head, r, at, SIZES, KIND.rate_q, KIND.rate_k, 0)
                     more = more + (d_c[r] + tl.sum(ds * both, 1),)
                 d_c = more
             if KIND.path:
-                has_left = live_q & (start + 0 * i > 0)  # before the first block there are no keys
+                has_left = live_q & (start > 0)  # before the first block there are no keys
                 left = tl.load(TOTAL + i, mask=has_left, other=0.0)
                 left -= tl.load(RIGHT + i, mask=has_left, other=0.0)
                 dz = slope * ((left + tl.sum(ds, 0))[None, :] - (tl.cumsum(ds, 0) - ds))
@@ -425,13 +351,13 @@ def key_kernel(
                     dz = tl.where((j[:, None] < t[None, :]) & (j[:, None] >= first[None, :]), dz, 0.0)
                 dp = tl.dot(dz, p, dp, input_precision="tf32x3")
     inside = j < TK
-    store_rows(DK + bh * TK * KIND.d, top, -n, KIND.d, inside, dk * scale, KIND.d, KIND.block_d)
-    store_rows(D_V + bh * TK * KIND.dv, top, -n, KIND.dv, inside, dv, KIND.dv, KIND.block_dv)
+    ops.store_rows(GRADIENTS.k, bh * TK + top, -n, inside, dk * SIZES.scale, KIND.d)
+    ops.store_rows(GRADIENTS.v, bh * TK + top, -n, inside, dv, KIND.dv)
     if KIND.path:
         dp = dp * (rate / KIND.p)
-        store_rows(D_PROBE + bh * TK * KIND.p, top + 1, -n, KIND.p, j + 1 < TK, dp, KIND.p, KIND.block_p)
+        ops.store_rows(GRADIENTS.probe_k, bh * TK + top + 1, -n, j + 1 < TK, dp, KIND.p)
     for r in tl.static_range(TERMS):
         if KIND.d_rate and KIND.rate_k:
-            tl.store(D_RATE + (bh * TERMS + r) * TK + j, d_rate[r], mask=inside)
+            tl.store(GRADIENTS.rate_k + (bh * TERMS + r) * TK + j, d_rate[r], mask=inside)
         if KIND.d_c:
-            tl.store(D_C + (bh * TERMS + r) * TK + j, d_c[r], mask=inside)
+            tl.store(GRADIENTS.c_k + (bh * TERMS + r) * TK + j, d_c[r], mask=inside)

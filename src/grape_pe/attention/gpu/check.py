@@ -36,7 +36,7 @@ OURS = ("cpu", "triton")
 BATCH, HEADS, KV_HEADS, PROBE = 2, 4, 2, 8
 #: mixed tables, and their distances: fewer than there are
 TABLES, FIRST, DISTANCES = 2, -20, 90
-#: decoding: so many of the last tokens ask, without gradients
+#: numbers of queries in the checks of decoding, which need no gradients
 FEW = (1, 3)
 #: bytes filled with NaN and freed before a repetition, so that reads of memory nobody wrote are seen
 POISON = 64 * 2**20
@@ -185,7 +185,7 @@ def check(problem: Problem) -> Verdict:
         reason = f"wrong numbers in {', '.join(wrong)}: relative error {row['error']:.1e}, "
         return Verdict(reason + f"allowed {row['allowed']:.1e}", found)
     changed: set[str] = set()
-    for fill in (0.0, float("nan")):  # what memory held before must not matter
+    for fill in (0.0, float("nan")):  # the result must not depend on earlier contents of memory
         torch.full((POISON // 4,), fill, device=problem.device)
         again = evaluate(problem, tensors, *calls)
         changed |= {name for name in got if not torch.equal(again[name], got[name])}
@@ -214,9 +214,9 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     tiles, columns = given.pop("tiles", None), given.pop("columns", None)
     result = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not mix with the result
+    os.dup2(2, 1)  # what libraries print goes to stderr
     if hasattr(signal, "alarm"):
-        signal.alarm(2 * int(LIMIT))  # should the parent have gone
+        signal.alarm(2 * int(LIMIT))  # in case the parent has ended
     verdict = safely(Problem(**given | {"masks": tuple(given["masks"])}), tiles, columns)
     with os.fdopen(result, "w") as file:
         file.write(json.dumps(asdict(verdict)) + "\n")

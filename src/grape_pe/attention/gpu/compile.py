@@ -1,9 +1,8 @@
-"""Launches as data, their compilation for devices that need not be here, and the choice of a tile that fits.
+"""Launches as data, their compilation (also for devices that are not present), and the choice of a tile.
 
-A `Launch` is a kernel, a grid and arguments. `start` runs it on its tensors' device. `compiled` compiles
-the very same launch, on a machine without a GPU too, and `Usage` reads what it needs: shared memory,
-registers, spills, tensor memory. A tile is the first of a short list of candidates whose compiled kernel
-fits and does not spill.
+`start` runs a `Launch` on its device. `compiled` compiles it, also on a machine without a GPU, and `Usage` reads
+what it needs: shared memory, registers, spills, tensor memory. The tile is the first of a short list of candidates
+whose compiled kernel fits and does not spill.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from .api import DEVICES
 
 #: columns of tensor memory a block may have; a kernel that wants more compiles to a trap
 TENSOR_MEMORY_LIMIT = 512
-INTERPRETED = triton.knobs.runtime.interpret
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8",
@@ -47,45 +45,48 @@ class Tile(NamedTuple):
 class Launch:
     kernel: Any
     grid: tuple[int, ...]
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # by name; may be more than the kernel takes
     tile: Tile
-
-    @property
-    def device(self) -> torch.device:
-        return next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
+    device: torch.device
 
     def ordered(self) -> list[Any]:
         return [self.arguments[name] for name in self.kernel.arg_names]
 
 
 def start(launch: Launch) -> None:
-    """Run a launch on the device of its tensors, whatever the current device is."""
-    options = {} if INTERPRETED else launch.tile.options()
-    with torch.cuda.device(launch.device if launch.device.type == "cuda" else -1):
-        launch.kernel[launch.grid](*launch.ordered(), **options)
+    """Run a launch on its device, whatever the current device is."""
+    with torch.cuda.device(launch.device):
+        launch.kernel[launch.grid](*launch.ordered(), **launch.tile.options())
 
 
-def signature(
-    launch: Launch,
-) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+Place = tuple[int, ...]  # of an argument, or of a number or tensor in a tuple
+
+
+def signature(launch: Launch) -> tuple[dict[str, Any], dict[Place, Any], dict[Place, Any]]:
     """Types, constants and known multiples of 16, as Triton infers them from the arguments of a call."""
-    types: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    multiples: dict[tuple[int, ...], Any] = {}
-    for place, parameter in enumerate(launch.kernel.params):
-        value, special = launch.arguments[parameter.name], not parameter.do_not_specialize
-        if parameter.is_constexpr or (special and type(value) is int and value == 1):
-            kind, aligned = "constexpr", False
-            constants[(place,)] = value
-        elif isinstance(value, Tensor):
+    constants: dict[Place, Any] = {}
+    multiples: dict[Place, Any] = {}
+
+    def infer(value: Any, place: Place, special: bool, constant: bool) -> Any:
+        if constant or value is None or (special and type(value) is int and value == 1):
+            constants[place] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            found = [infer(x, (*place, n), special, False) for n, x in enumerate(value)]
+            return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+        kind, aligned = "fp32", False
+        if isinstance(value, Tensor):
             kind, aligned = _TYPES[value.dtype], value.is_meta or value.data_ptr() % 16 == 0
         elif isinstance(value, int):
             kind, aligned = "i32" if -(2**31) <= value < 2**31 else "i64", special and value % 16 == 0
-        else:
-            kind, aligned = "fp32", False
-        types[parameter.name] = kind
         if aligned:
-            multiples[(place,)] = [["tt.divisibility", 16]]
+            multiples[place] = [["tt.divisibility", 16]]
+        return kind
+
+    types = {
+        x.name: infer(launch.arguments[x.name], (n,), not x.do_not_specialize, x.is_constexpr)
+        for n, x in enumerate(launch.kernel.params)
+    }
     return types, constants, multiples
 
 
@@ -144,13 +145,11 @@ def read_cubin(cubin: bytes) -> tuple[int, int]:
     return found[0x2F], found[0x11]
 
 
-#: constants that a tile sets
-TILE_NAMES = ("BM", "BN", "BORDER")
-_chosen: dict[tuple[Any, ...], Tile] = {}
+_chosen: dict[Any, Tile] = {}
 
 
 def forget_choices() -> None:
-    """Choose tiles anew: those that are wanted have changed."""
+    """Choose tiles anew: the tuned ones have changed."""
     _chosen.clear()
 
 
@@ -158,23 +157,13 @@ def fitting(
     make: Callable[[Tile], Launch],
     candidates: Sequence[Tile],
     arch: int,
+    key: Any,
     tuned: Callable[[], Tile | None] = lambda: None,
 ) -> Launch:
-    """The launch with the tile that `_choose` takes, once for each kernel, its constants, dtypes and device."""
-    if INTERPRETED:
-        return make(candidates[-1])
-    key = _key(make(candidates[0]), arch)
+    """The launch with the tile that `_choose` takes, once for each key: what is compiled, besides the tile."""
     if key not in _chosen:
         _chosen[key] = _choose(make, candidates, arch, tuned())
     return make(_chosen[key])
-
-
-def _key(launch: Launch, arch: int) -> tuple[Any, ...]:
-    """What the compiled kernel depends on besides the tile."""
-    types, constants, _ = signature(launch)
-    names = launch.kernel.arg_names
-    fixed = ((names[place], x) for (place,), x in constants.items() if names[place] not in TILE_NAMES)
-    return launch.kernel.__name__, arch, *types.items(), *fixed
 
 
 def _choose(

@@ -12,33 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import (
-    LENGTHS,
-    LN2,
-    LOG2E,
-    PATCH,
-    add_distances,
-    add_slopes,
-    key_range,
-    live_keys,
-    load_rows,
-    logsumexp,
-    path_step,
-    poison_of,
-    softmax_step,
-    sound_keys,
-    store_rows,
-    visible,
-    zeros,
-)
+from . import tile as ops
+from .tile import LN2, PATCH
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def keys_kernel(
-    K, V, RATE_K, C_K, PADDING, POISON, BOUNDS,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    rk_b, rk_h, ck_b, ck_h, H, HKV, TK, patches, KIND: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["SIZES"])
+def keys_kernel(INPUTS, STRIDES, SIZES, POISON, BOUNDS, KIND: tl.constexpr):
     """POISON[b, hk, j]: NaN where a key or its value is not finite, else 0. And, for pruning:
 
     BOUNDS[b, h, f, n] of PATCH keys: the largest |k|, then for each term the largest -c, c, -rate and rate.
@@ -47,28 +26,29 @@ def keys_kernel(
     TERMS: tl.constexpr = KIND.terms
     n = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    hk = h // (H // HKV)
+    b, h = bh // SIZES.H, bh % SIZES.H
+    head = ops.of_head(INPUTS, STRIDES, SIZES, b, h, KIND)
+    group = SIZES.H // SIZES.HKV
     step = tl.arange(0, PATCH)
     start = n * PATCH
     j = start + step
-    live = live_keys(PADDING + b * TK, j, TK, KIND)
-    K += b * stride_kb + hk * stride_kh
-    V += b * stride_vb + hk * stride_vh
-    k = load_rows(K, start, step, stride_kt, live, KIND.d, KIND.block_d, True).to(tl.float32)
-    v = load_rows(V, start, step, stride_vt, live, KIND.dv, KIND.block_dv, True).to(tl.float32)
+    live = ops.live_keys(head, j, SIZES, KIND)
+    k = ops.load_rows(head.k, start, step, STRIDES.k[2], live, KIND.d, True).to(tl.float32)
+    v = ops.load_rows(head.v, start, step, STRIDES.v[2], live, KIND.dv, True).to(tl.float32)
     poison = tl.sum(k * 0.0, 1) + tl.sum(v * 0.0, 1)
-    member = h % (H // HKV) + 0 * j  # a tensor: the interpreter takes no mask made from a number
-    tl.store(POISON + (b * HKV + hk) * TK + j, poison, mask=(j < TK) & (member == 0))
+    tl.store(
+        POISON + (b * SIZES.HKV + h // group) * SIZES.TK + j, poison, mask=(j < SIZES.TK) & (h % group == 0)
+    )
     if KIND.prune:
+        patches = SIZES.patches
         BOUNDS += bh * (1 + 4 * TERMS) * patches + n
         norm = tl.where(poison == 0.0, tl.sqrt(tl.sum(k * k, 1)), float("inf"))
         tl.store(BOUNDS, tl.max(norm, 0))
         for r in tl.static_range(TERMS):
-            c = tl.load(C_K + b * ck_b + h * ck_h + 2 * r * TK + j, mask=live, other=0.0)
+            c = tl.load(head.c_k + 2 * r * SIZES.TK + j, mask=live, other=0.0)
             rate = tl.zeros((PATCH,), tl.float32)
             if KIND.rate_k:
-                rate = tl.load(RATE_K + b * rk_b + h * rk_h + r * TK + j, mask=live, other=0.0)
+                rate = tl.load(head.rate_k + r * SIZES.TK + j, mask=live, other=0.0)
             tl.store(BOUNDS + (4 * r + 1) * patches, _largest(-c, live))
             tl.store(BOUNDS + (4 * r + 2) * patches, _largest(c, live))
             tl.store(BOUNDS + (4 * r + 3) * patches, _largest(-rate, live))
@@ -82,16 +62,17 @@ def _largest(x, live):
 
 
 @triton.jit
-def _bound(BOUNDS, slopes, reach, path, i, live, hi, TQ, patches, KIND: tl.constexpr):
+def _bound(BOUNDS, head, reach, path, i, live, hi, sizes, KIND: tl.constexpr):
     """For each row more than any logit with a key before `hi`, in nats (see pruning.logit_bounds).
 
     BOUNDS holds the largest of all patches up to each. A product over a rectangle is largest at a corner.
     """
     TERMS: tl.constexpr = KIND.terms
+    patches = sizes.patches
     BOUNDS += tl.cdiv(hi, PATCH) - 1
     best = reach * tl.load(BOUNDS)
     for r in tl.static_range(TERMS):
-        c = tl.load(slopes[2] + 2 * r * TQ + i, mask=live, other=0.0)
+        c = tl.load(head.c_q + 2 * r * sizes.TQ + i, mask=live, other=0.0)
         low_c = -tl.load(BOUNDS + (4 * r + 1) * patches)
         high_c = tl.load(BOUNDS + (4 * r + 2) * patches)
         # Coarse parts only: what they leave out is less than 2^-24 of each.
@@ -101,7 +82,7 @@ def _bound(BOUNDS, slopes, reach, path, i, live, hi, TQ, patches, KIND: tl.const
         high_rate = tl.load(BOUNDS + (4 * r + 4) * patches)
         rate = tl.zeros_like(c)
         if KIND.rate_q:
-            rate = tl.load(slopes[0] + r * TQ + i, mask=live, other=0.0)
+            rate = tl.load(head.rate_q + r * sizes.TQ + i, mask=live, other=0.0)
         first = tl.maximum((rate + low_rate) * low, (rate + low_rate) * high)
         second = tl.maximum((rate + high_rate) * low, (rate + high_rate) * high)
         best += tl.maximum(first, second)
@@ -110,13 +91,9 @@ def _bound(BOUNDS, slopes, reach, path, i, live, hi, TQ, patches, KIND: tl.const
     return best + tl.abs(best) * 1e-5 + 1e-3
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=["SIZES"])
 def forward_kernel(
-    Q, K, V, OUT, FINE, LSE, FIRST, WORK, RATE_Q, RATE_K, C_Q, C_K, PROBE_Q, PROBE_K, PATH_RATE,
-    TABLE, MIX, PLACE_Q, PLACE_K, DOCS, PADDING, POISON, BOUNDS, TAU,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    rq_b, rq_h, rk_b, rk_h, cq_b, cq_h, ck_b, ck_h, table_h, L,
-    H, HKV, HP, TQ, TK, window, patches, scale,
+    INPUTS, STRIDES, SIZES, OUT, FINE, LSE, FIRST, WORK, BOUNDS, TAU,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """out, logsumexp, the first key each PATCH rows reached, tiles computed and tiles visible.
@@ -128,53 +105,33 @@ def forward_kernel(
     # The last rows have the most keys: start them first.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     bh = tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    hk = h // (H // HKV)
+    head = ops.of_head(INPUTS, STRIDES, SIZES, bh // SIZES.H, bh % SIZES.H, KIND)
+    TQ = SIZES.TQ
     m = tl.arange(0, BM)
     i = row + m
-    t = i + TK - TQ
+    t = i + SIZES.TK - TQ
     live_q = i < TQ
-    K += b * stride_kb + hk * stride_kh
-    V += b * stride_vb + hk * stride_vh
-    POISON += (b * HKV + hk) * TK
-    masks = (DOCS + b * TK, PADDING + b * TK)
-    slopes = (
-        RATE_Q + b * rq_b + h * rq_h, RATE_K + b * rk_b + h * rk_h,
-        C_Q + b * cq_b + h * cq_h, C_K + b * ck_b + h * ck_h,
-    )  # fmt: skip
-    distances = (TABLE + h * table_h, MIX + bh * TQ * KIND.tables, PLACE_Q + b * TQ, PLACE_K + b * TK, L)
-    Q += b * stride_qb + h * stride_qh
-    q = load_rows(Q, row, m, stride_qt, live_q, KIND.d, KIND.block_d, True)
-    p = q
-    rate = 0.0
-    if KIND.path:
-        bp = b * HP + h // (H // HP)
-        p = load_rows(PROBE_Q + bp * TQ * KIND.p, row, m, KIND.p, live_q, KIND.p, KIND.block_p, True)
-        p = p * (LOG2E / KIND.p)
-        PROBE_K += bp * TK * KIND.p
-        rate = tl.load(PATH_RATE + h)
-    ours = t
-    if KIND.documents:
-        ours = tl.load(masks[0] + t, mask=live_q & (t >= 0), other=-1)
+    q = ops.load_rows(head.q, row, m, STRIDES.q[2], live_q, KIND.d, True)
+    p, rate = ops.probes_of(head, q, row, m, live_q, KIND)
+    ours = ops.documents_of(head, t, live_q, KIND)
 
-    SIMPLE: tl.constexpr = not (KIND.window or KIND.documents or KIND.padding)
-    begin, whole, end = key_range(masks, FIRST, row, i, t, TQ, TK, window, KIND, False, SIMPLE, BM, BN, BN)
+    begin, whole, end = ops.key_range(head, row, i, t, SIZES, KIND, False, BM, BN, BN)
     tiles = (end - begin) // BN
-    acc = zeros(BM, KIND.block_dv)
+    acc = ops.zeros(BM, ops.padded(KIND.dv))
     total = tl.zeros((BM,), tl.float32)
     peak = tl.full((BM,), float("-inf"), tl.float32)
     carry = (tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32))
     # Tiles that need no mask are seen by all rows: what is not finite there spoils them all.
-    spoiled = tl.sum(q.to(tl.float32) * 0.0, 1) + poison_of(POISON, begin, whole)
+    spoiled = tl.sum(q.to(tl.float32) * 0.0, 1) + ops.poison_of(head, begin, whole)
     reach = spoiled
     if KIND.prune:
-        reach = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)) * tl.abs(scale)
-        BOUNDS += bh * (1 + 4 * TERMS) * patches
+        reach = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)) * tl.abs(SIZES.scale)
+        BOUNDS += bh * (1 + 4 * TERMS) * SIZES.patches
     n = tl.arange(0, BN)
     hi = end
-    for phase in tl.static_range(2 if SIMPLE else 1):  # phase 0: tiles that need a mask
+    for phase in tl.static_range(2 if KIND.simple else 1):  # phase 0: tiles that need a mask
         lo = begin
-        if SIMPLE and phase == 0:
+        if KIND.simple and phase == 0:
             lo = whole
         while hi > lo:
             stop = lo
@@ -183,38 +140,34 @@ def forward_kernel(
             for done in range(0, hi - stop, BN):
                 top = hi - done - 1
                 j = top - n
-                live, poison = sound_keys(masks, POISON, j, TK, KIND, phase == 0)
-                k = load_rows(K, top, -n, stride_kt, live, KIND.d, KIND.block_d, phase == 0)
-                x = tl.dot(q, tl.trans(k), input_precision=KIND.precision) * (scale * LOG2E)
-                at = (i, j, live_q, live, TQ, TK)
-                x = add_distances(add_slopes(x, slopes, at, KIND, 1), distances, at, KIND, 1)
+                live, poison = ops.sound_keys(head, j, SIZES, KIND, phase == 0)
+                k = ops.load_rows(head.k, top, -n, STRIDES.k[2], live, KIND.d, phase == 0)
+                x = tl.dot(q, tl.trans(k), input_precision=KIND.precision) * (SIZES.scale * ops.LOG2E)
+                x = ops.add_biases(x, head, (i, j, live_q, live), SIZES, KIND, 1)
                 if KIND.path:
-                    _, path, _, carry = path_step(PROBE_K, p, carry, top, n, t, TK, KIND, phase == 0)
+                    _, path, _, carry = ops.path_step(head, p, carry, top, n, t, SIZES, KIND, phase == 0)
                     x += rate * path
                 if phase == 0:
-                    seen = visible(masks, ours, t, j, TK, window, KIND, 1)
+                    seen = ops.visible(head, ours, t, j, SIZES, KIND, 1)
                     x = tl.where(seen, x + poison[None, :], float("-inf"))
-                v = load_rows(V, top, -n, stride_vt, live, KIND.dv, KIND.block_dv, phase == 0)
-                acc, total, peak = softmax_step(x, v, acc, total, peak, KIND)
+                v = ops.load_rows(head.v, top, -n, STRIDES.v[2], live, KIND.dv, phase == 0)
+                acc, total, peak = ops.softmax_step(x, v, acc, total, peak, KIND)
             hi = stop
             if KIND.prune:  # noqa: SIM102  (one is known to the compiler, the other to the program)
                 if hi > begin:
                     # A path of a negative rate may rise again: then nothing is known.
                     path = tl.where(rate >= 0, rate * (carry[0] + carry[1]) * LN2, float("inf"))
-                    best = _bound(BOUNDS, slopes, reach, path, i, live_q, hi, TQ, patches, KIND)
+                    best = _bound(BOUNDS, head, reach, path, i, live_q, hi, SIZES, KIND)
                     # Written so that a NaN keeps the row going.
                     over = (best < peak * LN2 - tl.load(TAU)) | ~live_q
                     begin = tl.where(tl.min(over.to(tl.int32), 0) == 1, hi, begin)
                     lo = tl.maximum(lo, begin)
     total += spoiled
-    tl.store(LSE + bh * TQ + i, logsumexp(peak, total), mask=live_q)
+    tl.store(LSE + bh * TQ + i, ops.logsumexp(peak, total), mask=live_q)
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(OUT + bh * TQ * KIND.dv, row, m, KIND.dv, live_q, out, KIND.dv, KIND.block_dv)
-    if KIND.exact:
-        left = out - out.to(OUT.dtype.element_ty).to(tl.float32)
-        store_rows(FINE + bh * TQ * KIND.dv, row, m, KIND.dv, live_q, left, KIND.dv, KIND.block_dv)
+    ops.store_out(OUT, FINE, bh * TQ + row, m, live_q, out, KIND)
     if KIND.prune:
-        tl.store(FIRST + bh * tl.cdiv(TQ, PATCH) + i // PATCH, hi + 0 * i, mask=live_q & (i % PATCH == 0))
+        tl.store(FIRST + bh * tl.cdiv(TQ, PATCH) + i // PATCH, hi, mask=live_q & (i % PATCH == 0))
     WORK += (bh * tl.num_programs(0) + row // BM) * 2
     tl.store(WORK, (end - hi) // BN)
     tl.store(WORK + 1, tiles)

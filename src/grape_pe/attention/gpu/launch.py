@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from .. import pruning
-from ..problem import AttentionProblem, as_two_floats
+from ..problem import TENSORS, AttentionProblem, as_two_floats
 from . import compile as gpu
 from .backward import delta_kernel, key_kernel, query_kernel
 from .compile import Launch, Tile
@@ -20,7 +20,7 @@ from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel, keys_kernel
 from .store import Case, Tiles, describe, kept_tiles, padded
 from .tile import PATCH as _PATCH
-from .tile import Kind
+from .tile import Gradients, Inputs, Kind, Sizes, Strides
 
 PATCH: int = _PATCH.value
 #: bytes the path backward may spend on row sums at once; more heads follow one another
@@ -47,7 +47,9 @@ class Plan:
 
     problem: AttentionProblem
     kind: Kind
-    shared: dict[str, Any]
+    inputs: Inputs
+    strides: Strides
+    sizes: Sizes
     arch: int
 
     @classmethod
@@ -55,11 +57,34 @@ class Plan:
         if p.q.device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(p.q.device)
             arch = 10 * major + minor
-        kind = _kind(p)
-        return cls(p, kind, _shared(p, kind), arch)
+        kind, inputs = _kind(p), _inputs(p)
+        strides = Strides(*(x.stride()[:3] for x in (inputs.q, inputs.k, inputs.v, inputs.q)))
+        return cls(p, kind, inputs, strides, _sizes(p, kind, inputs), arch)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, more: dict[str, Any]) -> Launch:
+        shared = {"INPUTS": self.inputs, "STRIDES": self.strides, "SIZES": self.sizes, "KIND": self.kind}
+        sizes = {"BM": tile.queries, "BN": tile.keys, "BORDER": tile.keys}
+        return Launch(kernel, grid, shared | sizes | more, tile, self.problem.q.device)
+
+    def by_patches(self, kernel: Any, grid: tuple[int, ...], more: dict[str, Any]) -> Launch:
+        """A launch in blocks of PATCH tokens."""
+        return self.launch(kernel, grid, Tile(PATCH, PATCH, 4, 1), more)
+
+    def fitting(
+        self, kernel: Any, grid: Callable[[Tile], tuple[int, ...]], more: dict[str, Any], **constants: int
+    ) -> Launch:
+        """A launch with the tile that fits; `constants` are those of the kernel besides its kind."""
+        name = kernel.__name__
+
+        def make(tile: Tile) -> Launch:
+            return self.launch(kernel, grid(tile), tile, more | constants)
+
+        shares = self.sizes.H != self.sizes.HKV  # then gradients of k and v are float32
+        key = name, self.arch, self.kind, self.problem.q.dtype, shares, *constants.values()
+        return gpu.fitting(make, self.candidates(name), self.arch, key, lambda: self.tuned(name))
 
     def candidates(self, kernel: str) -> tuple[Tile, ...]:
-        width = max(self.kind.block_d, self.kind.block_dv) * (self.problem.q.element_size() // 2)
+        width = padded(max(self.kind.d, self.kind.dv)) * (self.problem.q.element_size() // 2)
         skip = (width >= 128) + (width >= 256) + self.kind.path
         return TILES[kernel][min(skip, len(TILES[kernel]) - 2) :]
 
@@ -70,20 +95,6 @@ class Plan:
             case = Case.of(p.q.dtype, p.q.shape[-1], p.v.shape[-1], p.bias_kind)
             kept = kept_tiles(describe(p.q.device), case)
         return next((tile for tile in TILES[kernel] if list(tile) == kept.get(kernel)), None)
-
-    def fitting(self, kernel: Any, grid: Callable[[Tile], tuple[int, ...]], more: dict[str, Any]) -> Launch:
-        """A launch with the tile that fits."""
-        name = kernel.__name__
-
-        def make(tile: Tile) -> Launch:
-            sizes = {"BM": tile.queries, "BN": tile.keys, "BORDER": tile.keys}
-            return Launch(kernel, grid(tile), {**self.shared, "KIND": self.kind, **sizes, **more}, tile)
-
-        return gpu.fitting(make, self.candidates(name), self.arch, lambda: self.tuned(name))
-
-    def fixed(self, kernel: Any, blocks: int, heads: int, more: dict[str, Any]) -> Launch:
-        """A launch in blocks of PATCH tokens."""
-        return Launch(kernel, (blocks, heads), {**self.shared, **more}, Tile(PATCH, PATCH, 4, 1))
 
 
 def prunes(p: AttentionProblem) -> bool:
@@ -100,7 +111,7 @@ def exact(p: AttentionProblem) -> bool:
     return p.bias_learns and p.q.dtype != torch.float32
 
 
-# ------------------------------------------------------------------------------------- arguments
+# Arguments of the kernels
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -118,10 +129,6 @@ def _by_head(x: Tensor) -> Tensor:
 def _in_two(c: Tensor) -> Tensor:
     """(R, B, H, T) float64 -> (B|1, H|1, R, 2, T): c as float32, and what that leaves out."""
     return torch.stack(as_two_floats(_by_head(c)), 3)
-
-
-def _strides(name: str, x: Tensor) -> dict[str, int]:
-    return {f"stride_{name}{a}": x.stride(n) for n, a in enumerate("bht")}
 
 
 def first_of_document(documents: Tensor) -> Tensor:
@@ -145,11 +152,27 @@ def end_of_document(names: Tensor) -> Tensor:
     return last.gather(-1, index)
 
 
+#: layouts of the tensors
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rate_q": _by_head, "rate_k": _by_head, "c_q": _in_two, "c_k": _in_two,
+    "table": lambda x: x[:1] if x.stride(0) == 0 else x, "documents": first_of_document, "key_padding": Tensor.byte,
+}  # fmt: skip
+
+
+def _inputs(p: AttentionProblem) -> Inputs:
+    found = dict.fromkeys(Inputs._fields, _dense(p.q)) | {"k": _dense(p.k), "v": _dense(p.v)}
+    for name in TENSORS[3:-1]:  # key_bound is for decoding on a CPU
+        if (x := getattr(p, name)) is not None:
+            found[name] = (LAYOUTS[name](x) if name in LAYOUTS else x).contiguous()
+    if p.place_q is not None:
+        found["place_q"] = p.place_q - p.first
+    return Inputs(**found)
+
+
 def _kind(p: AttentionProblem) -> Kind:
-    d, dv, probe = p.q.shape[-1], p.v.shape[-1], 8 if p.probe_q is None else p.probe_q.shape[-1]
     tf32 = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return Kind(
-        d=d, dv=dv, p=probe, block_d=padded(d), block_dv=padded(dv), block_p=padded(probe),
+        d=p.q.shape[-1], dv=p.v.shape[-1], p=8 if p.probe_q is None else p.probe_q.shape[-1],
         precision=tf32 if p.q.dtype == torch.float32 else "ieee",
         causal=p.causal, window=0 < p.window < max(p.q.shape[2], p.k.shape[2]),
         documents=p.documents is not None, padding=p.key_padding is not None,
@@ -160,39 +183,23 @@ def _kind(p: AttentionProblem) -> Kind:
     )  # fmt: skip
 
 
-def _shared(p: AttentionProblem, kind: Kind) -> dict[str, Any]:
-    """What the kernels are given, but for their outputs. An absent tensor is replaced by q, never read."""
+def _sizes(p: AttentionProblem, kind: Kind, inputs: Inputs) -> Sizes:
+    def by_head(name: str) -> tuple[int, ...]:
+        """Strides of batch and head; zero where the tensor is shared, or absent."""
+        x = getattr(inputs, name)
+        absent = getattr(p, name) is None
+        return tuple(0 if absent or x.shape[n] == 1 else x.stride(n) for n in (0, 1))
 
-    def made(x: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor:
-        return q if x is None else change(x).contiguous()
-
-    q, k, v = _dense(p.q), _dense(p.k), _dense(p.v)
-    slopes = {
-        "RATE_Q": made(p.rate_q, _by_head), "RATE_K": made(p.rate_k, _by_head),
-        "C_Q": made(p.c_q, _in_two), "C_K": made(p.c_k, _in_two),
-    }  # fmt: skip
-    table = made(p.table, lambda x: x[:1] if x.stride(0) == 0 else x)  # (H|1, S, L)
-    strides = _strides("q", q) | _strides("k", k) | _strides("v", v)
-    for name, x in slopes.items():  # over batch and heads; zero where it is shared
-        short = name[0].lower() + name[-1].lower()
-        strides |= {
-            f"{short}_{a}": 0 if x is q or x.shape[n] == 1 else x.stride(n) for n, a in enumerate("bh")
-        }
-    return {
-        "Q": q, "K": k, "V": v, **slopes, **strides,
-        "DOCS": made(p.documents, first_of_document), "PADDING": made(p.key_padding, Tensor.byte),
-        "PROBE_Q": made(p.probe_q, _dense), "PROBE_K": made(p.probe_k, _dense),
-        "PATH_RATE": q if p.path_rate is None else p.path_rate,
-        "TABLE": table, "L": 0 if p.table is None else p.table.shape[2],
-        "table_h": 0 if table.shape[0] == 1 else table.stride(0), "MIX": made(p.mix, _dense),
-        "PLACE_Q": made(p.place_q, lambda x: x - p.first), "PLACE_K": made(p.place_k, _dense),
-        "H": q.shape[1], "HKV": k.shape[1], "HP": 1 if p.probe_q is None else p.probe_q.shape[1],
-        "TQ": q.shape[2], "TK": k.shape[2], "patches": triton.cdiv(k.shape[2], PATCH),
-        "window": p.window if kind.window else 0, "scale": p.scale, "STRIDE": STRIDE,
-    }  # fmt: skip
+    return Sizes(
+        H=p.q.shape[1], HKV=p.k.shape[1], HP=1 if p.probe_q is None else p.probe_q.shape[1],
+        TQ=p.q.shape[2], TK=p.k.shape[2], L=0 if p.table is None else p.table.shape[2],
+        window=p.window if kind.window else 0, patches=triton.cdiv(p.k.shape[2], PATCH), scale=p.scale,
+        rate_q=by_head("rate_q"), rate_k=by_head("rate_k"), c_q=by_head("c_q"), c_k=by_head("c_k"),
+        table=by_head("table")[0],
+    )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------- forward
+# The forward
 
 
 def allocate(p: AttentionProblem) -> list[Tensor]:
@@ -204,55 +211,48 @@ def allocate(p: AttentionProblem) -> list[Tensor]:
     return [fine, first]
 
 
-def forward(p: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    rows = p.q.shape[:3]
-    out = p.q.new_empty((*rows, p.v.shape[-1]))
-    lse = p.q.new_empty(rows, dtype=torch.float32)
-    work = p.q.new_empty((*rows[:2], 2), dtype=torch.int64)
-    saved = allocate(p)
-    if p.empty:
-        return out.zero_(), lse.fill_(float("-inf")), work.zero_(), saved
-    for step in plan_forward(Plan.of(p), out, lse, work, saved):
+def forward(p: AttentionProblem, results: list[Tensor]) -> None:
+    for step in plan_forward(Plan.of(p), results):
         gpu.start(step)
-    return out, lse, work, saved
 
 
-def plan_forward(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
-    """Launches, each to be started before the next is asked for; `work` is filled after the last."""
-    plan_launches = _plan_decode if _few(plan.problem) else _plan_walk
-    yield from plan_launches(plan, out, lse, work, saved)
+def plan_forward(plan: Plan, results: list[Tensor]) -> Iterator[Launch]:
+    """Launches, each to be started before the next is requested; `work` is filled after the last."""
+    out, lse, work, fine, first = results
+    outputs = {"OUT": out, "FINE": fine, "LSE": lse, "FIRST": first}
+    yield from (_plan_decode if _few(plan.problem) else _plan_walk)(plan, outputs, work)
 
 
 def _plan_keys(plan: Plan, prune: bool) -> Launch:
     """What is to be known of the keys beforehand: which are not finite, and bounds for pruning."""
-    p, patches = plan.problem, plan.shared["patches"]
-    batch, key_heads, keys = p.k.shape[:3]
-    poison = p.k.new_empty((batch, key_heads, keys), dtype=torch.float32)
-    heads = p.q.shape[1] if prune else key_heads
+    batch, key_heads, keys = plan.problem.k.shape[:3]
+    poison = plan.problem.k.new_empty((batch, key_heads, keys), dtype=torch.float32)
+    heads, patches = plan.sizes.H if prune else key_heads, plan.sizes.patches
     bounds = poison.new_empty((batch, heads, 1 + 4 * plan.kind.terms, patches)) if prune else poison
-    kind = replace(plan.kind, prune=prune)
-    more = {"POISON": poison, "BOUNDS": bounds, "KIND": kind, "H": heads}
-    return plan.fixed(keys_kernel, patches, batch * heads, more)
+    more = {"POISON": poison, "BOUNDS": bounds, "KIND": replace(plan.kind, prune=prune)}
+    more["SIZES"] = plan.sizes._replace(H=heads)
+    return plan.by_patches(keys_kernel, (patches, batch * heads), more)
 
 
-def _plan_walk(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+def _plan_walk(plan: Plan, outputs: dict[str, Any], work: Tensor) -> Iterator[Launch]:
     p, prune = plan.problem, plan.kind.prune
     batch, heads, rows = p.q.shape[:3]
     keys = _plan_keys(plan, prune)
     yield keys
-    bounds = keys.arguments["BOUNDS"]
+    bounds, poison = keys.arguments["BOUNDS"], keys.arguments["POISON"]
     if prune:
         bounds.copy_(bounds.cummax(-1).values)
-    counts = lse.new_empty(batch * heads * triton.cdiv(rows, 64) * 2, dtype=torch.int32)
-    more = {"OUT": out, "FINE": saved[0], "LSE": lse, "FIRST": saved[1], "WORK": counts, "BOUNDS": bounds}
-    more |= {"POISON": keys.arguments["POISON"], "TAU": pruning.tau(p) if prune else lse}
-    step = plan.fitting(forward_kernel, lambda tile: (triton.cdiv(rows, tile.queries), batch * heads), more)
+    counts = poison.new_empty(batch * heads * triton.cdiv(rows, 64) * 2, dtype=torch.int32)
+    more = outputs | {"WORK": counts, "BOUNDS": bounds, "INPUTS": plan.inputs._replace(poison=poison)}
+    more["TAU"] = pruning.tau(p) if prune else poison
+    grid = lambda tile: (triton.cdiv(rows, tile.queries), batch * heads)  # noqa: E731
+    step = plan.fitting(forward_kernel, grid, more, STRIDE=STRIDE)
     yield step
     blocks = step.grid[0]
     torch.sum(counts[: batch * heads * blocks * 2].view(batch, heads, blocks, 2), 2, out=work)
 
 
-# ------------------------------------------------------------------------------------- few queries
+# Few queries
 
 
 def _pack(p: AttentionProblem) -> int:
@@ -266,38 +266,35 @@ def _few(p: AttentionProblem) -> bool:
     return p.q.shape[2] * _pack(p) <= DECODE_ROWS and not prunes(p)
 
 
-def _plan_decode(plan: Plan, out: Tensor, lse: Tensor, work: Tensor, saved: list[Tensor]) -> Iterator[Launch]:
+def _plan_decode(plan: Plan, outputs: dict[str, Any], work: Tensor) -> Iterator[Launch]:
     p = plan.problem
     work.zero_()
     batch, heads, rows = p.q.shape[:3]
     pack, keys = _pack(p), p.k.shape[2]
-    start = max(0, keys - rows - plan.shared["window"] + 1) if plan.kind.window and p.causal else 0
+    start = max(0, keys - rows - plan.sizes.window + 1) if plan.kind.window and p.causal else 0
     programs = batch * heads // pack
     cuda = p.q.device.type == "cuda"
     wanted = 2 * torch.cuda.get_device_properties(p.q.device).multi_processor_count if cuda else 8
     parts = max(1, min(wanted // programs, triton.cdiv(keys - start, 256)))
     part_keys = triton.cdiv(triton.cdiv(keys - start, parts), 64) * 64
     parts = triton.cdiv(keys - start, part_keys)
-    sums = lse.new_empty((batch, heads, rows, parts, p.v.shape[-1]))
-    stats = lse.new_empty((batch, heads, rows, parts, 3))
-    more = {"PARTS": sums, "STATS": stats, "PACK": pack, "key_from": start, "part_keys": part_keys}
-    more["BM"] = padded(rows * pack)
-    yield plan.fitting(decode_kernel, lambda _: (parts, programs), more)
-    end = {"PARTS": sums, "STATS": stats, "OUT": out, "FINE": saved[0], "LSE": lse, "parts": parts}
-    yield Launch(combine_kernel, (batch * heads * rows,), {**end, "KIND": plan.kind}, Tile(1, 1, 1, 1))
+    lse = outputs["LSE"]
+    more = outputs | {"SIZES": plan.sizes._replace(key_from=start, part_keys=part_keys)}
+    more |= {"PARTS": lse.new_empty((batch, heads, rows, parts, p.v.shape[-1])), "parts": parts}
+    more["STATS"] = lse.new_empty((batch, heads, rows, parts, 3))
+    yield plan.fitting(decode_kernel, lambda _: (parts, programs), more, PACK=pack, BM=padded(rows * pack))
+    yield plan.launch(combine_kernel, (batch * heads * rows,), Tile(1, 1, 1, 1), more)
 
 
-# ------------------------------------------------------------------------------------- backward
+# The backward
 
 
 def backward(
     p: AttentionProblem, wanted: list[str], d_out: Tensor, d_lse: Tensor | None, results: list[Tensor]
 ) -> dict[str, Tensor]:
-    if p.empty:
-        return {name: torch.zeros_like(getattr(p, name)) for name in wanted}
     plan = Plan.of(p)
     grads = empty_gradients(plan, wanted)
-    for step in plan_backward(plan, wanted, d_out, d_lse, results, grads):
+    for step in plan_backward(plan, d_out, d_lse, results, grads):
         gpu.start(step)
     return {name: _gathered(p, name, grads[name], d_lse) for name in wanted}
 
@@ -328,45 +325,32 @@ def empty_gradients(plan: Plan, wanted: list[str]) -> dict[str, Tensor]:
 
 
 def plan_backward(
-    plan: Plan,
-    wanted: list[str],
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    results: list[Tensor],
-    grads: dict[str, Tensor],
+    plan: Plan, d_out: Tensor, d_lse: Tensor | None, results: list[Tensor], grads: dict[str, Tensor]
 ) -> Iterator[Launch]:
-    p, docs = plan.problem, plan.shared["DOCS"]
-    kind = replace(plan.kind, d_rate="rate_q" in grads, d_c="c_q" in grads, d_table="table" in grads)
+    p, docs = plan.problem, plan.inputs.documents
     out, lse, _, fine, first = results
     batch, heads, queries, keys = *p.q.shape[:3], p.k.shape[2]
     d_out, delta = _dense(d_out), torch.empty_like(lse)
-    shared: dict[str, Any] = _strides("o", d_out) | {"D_OUT": d_out, "DELTA": delta}
-    more: dict[str, Any] = {"OUT": out, "FINE": fine, "D_LSE": lse if d_lse is None else d_lse.contiguous()}
-    more |= {"HAS_D_LSE": d_lse is not None, "BM": PATCH, "KIND": plan.kind}
-    yield plan.fixed(delta_kernel, triton.cdiv(queries, PATCH), batch * heads, shared | more)
-
+    inputs = plan.inputs._replace(d_out=d_out, lse=lse, delta=delta, first=first)
+    plan = replace(plan, inputs=inputs, strides=plan.strides._replace(d_out=d_out.stride()[:3]))
+    more: dict[str, Any] = {"OUT": out, "FINE": fine, "DELTA": delta}
+    more["D_LSE"] = None if d_lse is None else d_lse.contiguous()
+    yield plan.by_patches(delta_kernel, (triton.cdiv(queries, PATCH), batch * heads), more)
     keys_step = _plan_keys(plan, False)
     yield keys_step
-    shared |= {"POISON": keys_step.arguments["POISON"], "LSE": lse, "FIRST": first}
-    shared |= {"KIND": kind, "heads_from": 0, "borders": 0}
-    shared |= dict.fromkeys(("CARRY", "RIGHT", "TOTAL"), lse)
-    query_side, key_side = (
-        {f"D_{name.upper()}": grads.get(f"{name}_{side}", lse) for name in ("rate", "c", "probe")}
-        for side in "qk"
-    )
-    query_side |= {"DQ": grads["q"], "D_PATH_RATE": grads.get("path_rate", lse)}
-    query_side |= {"D_TABLE": lse, "D_MIX": grads.get("mix", lse)}
-    ends = end_of_document(docs) if kind.documents else docs
-    key_side |= {"DK": grads["k"], "D_V": grads["v"], "DOC_ENDS": ends}
+
+    kind = replace(plan.kind, d_rate="rate_q" in grads, d_c="c_q" in grads, d_table="table" in grads)
+    plan = replace(plan, kind=kind, inputs=inputs._replace(poison=keys_step.arguments["POISON"]))
+    more = dict.fromkeys(("CARRY", "RIGHT", "TOTAL", "D_TABLE"), lse)
+    more["GRADIENTS"] = Gradients(**dict.fromkeys(Gradients._fields, lse) | grads)
+    more["DOC_ENDS"] = end_of_document(docs) if kind.documents else docs
     # The key kernel's tile first: its keys are the borders at which the query kernel keeps sums.
-    key = plan.fitting(key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), shared | key_side)
+    key = plan.fitting(key_kernel, lambda tile: (triton.cdiv(keys, tile.keys), 1), more)
     border: dict[str, Any] = {"BORDER": key.tile.keys} if kind.path else {}
-    query = plan.fitting(
-        query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), shared | query_side | border
-    )
+    query = plan.fitting(query_kernel, lambda tile: (triton.cdiv(queries, tile.queries), 1), more | border)
     borders, at_once = key.grid[0], batch * heads
     sizes = {"CARRY": borders * queries, "RIGHT": borders * queries, "TOTAL": queries} if kind.path else {}
-    tables = query.grid[0], kind.tables, plan.shared["L"] + 2  # of each program, with both sides beyond
+    tables = query.grid[0], kind.tables, plan.sizes.L + 2  # of each program, with both sides beyond
     if kind.d_table:
         sizes["D_TABLE"] = math.prod(tables)
     at_once = max(1, min(at_once, CARRY_BYTES // (4 * max(1, sum(sizes.values())))))
@@ -375,9 +359,9 @@ def plan_backward(
         count = min(at_once, batch * heads - start)
         if kind.d_table:
             sums["D_TABLE"].zero_()
+        numbers = {"SIZES": plan.sizes._replace(heads_from=start, borders=borders)}
         for step in (query, key):
-            arguments = {**step.arguments, **sums, "heads_from": start, "borders": borders}
-            yield Launch(step.kernel, (step.grid[0], count), arguments, step.tile)
+            yield replace(step, grid=(step.grid[0], count), arguments=step.arguments | sums | numbers)
         if kind.d_table:
             found = sums["D_TABLE"].view(at_once, *tables)[:count].sum(1)
             found[..., 1] += found[..., 0]

@@ -11,17 +11,16 @@ import importlib.metadata
 import json
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..cpu.build import cache_directory
+from ..folder import lock, safe_folder
 
 #: by the name of a kernel: queries, keys, warps and stages of its tile
 Tiles = dict[str, list[int]]
@@ -45,7 +44,7 @@ def describe(device: torch.device) -> Device:
 
 
 def _driver_version() -> str:
-    """Of the NVIDIA kernel module, where Linux tells it."""
+    """Of the NVIDIA kernel module, on Linux."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -128,42 +127,24 @@ def full_key(device: Device, case: Case, **more: Any) -> dict[str, Any]:
     return json.loads(json.dumps(parts | more))  # type: ignore[no-any-return]
 
 
-def folder() -> Path | None:
-    """The cache folder, made if need be; None unless it is the user's and nobody else may write to it."""
-    try:
-        path = cache_directory()
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
-        return None
-    others = stat.S_IWGRP | stat.S_IWOTH
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & others):
-        return None
-    return path
-
-
-def _file(kind: str, key: dict[str, Any]) -> Path | None:
+def _file(kind: str, key: dict[str, Any]) -> Path:
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    place = folder()
-    return None if place is None else place / f"{kind}-{name}.json"
+    return safe_folder() / f"{kind}-{name}.json"
 
 
 def read(kind: str, key: dict[str, Any]) -> Any:
     """The stored value, or None; a file that is damaged or was made for another key is ignored."""
-    path = _file(kind, key)
     try:
-        found = json.loads(path.read_text()) if path is not None else None
-        return found["value"] if isinstance(found, dict) and found["key"] == key else None
-    except (OSError, ValueError, KeyError):
+        found = json.loads(_file(kind, key).read_text())
+        return found["value"] if found["key"] == key else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def write(kind: str, key: dict[str, Any], value: Any) -> bool:
-    """Whether it was stored. Atomic; False without a usable folder."""
-    path = _file(kind, key)
-    if path is None:
-        return False
+    """Whether it was stored. Atomic; False where the cache folder cannot be used."""
     try:
+        path = _file(kind, key)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
             file.write(json.dumps({"key": key, "value": value}, indent=1))
         os.replace(file.name, path)
@@ -172,21 +153,12 @@ def write(kind: str, key: dict[str, Any], value: Any) -> bool:
     return True
 
 
-@contextmanager
-def machine_lock(seconds: float) -> Iterator[None]:
-    """One process at a time; no lock where the folder has none. TimeoutError after `seconds`."""
-    from filelock import FileLock
-
-    place = folder()
-    with ExitStack() as stack:
-        if place is not None:
-            try:
-                stack.enter_context(FileLock(place / "check.lock", timeout=seconds))
-            except TimeoutError:
-                raise
-            except (OSError, NotImplementedError):
-                pass
-        yield
+def machine_lock(seconds: float) -> AbstractContextManager[None]:
+    """One process at a time; no lock without a cache folder. TimeoutError after `seconds`."""
+    try:
+        return lock(safe_folder() / "check.lock", seconds)
+    except OSError:
+        return nullcontext()
 
 
 # Tuned tiles

@@ -15,11 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +31,7 @@ from .store import Case, Device, Tiles, describe, padded
 MODES = ("check", "on", "off")
 #: seconds the child may take: most of them are spent by Triton's compiler
 LIMIT = 300.0
-#: signals of a crash. Others come from outside and tell nothing of the kernels.
+#: signals of a crash; others come from outside and say nothing about the kernels
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGTRAP")
 _known: dict[tuple[Any, ...], str | None] = {}
 _warned: set[Case] = set()
@@ -51,7 +50,6 @@ class Verdict:
     reason: str | None
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     repeatable: bool = True
-    seconds: float = 0.0
     conclusive: bool = True
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     tiles: Tiles = field(default_factory=dict)
@@ -154,7 +152,7 @@ def keep(device: Device, case: Case, verdict: Verdict) -> None:
 def check(device: torch.device, case: Case, again: bool = False) -> Verdict:
     """Run the check in a child process and store its verdict.
 
-    Whoever waited for another process finds that process's verdict, unless `again` asks for a new one.
+    A process that waited for another one uses its verdict, unless `again`.
     """
 
     def find() -> Verdict:
@@ -182,7 +180,7 @@ def run_case(device: torch.device, case: Case, **more: Any) -> Verdict:
     return run({**asdict(case), "impl": "triton", "device": str(device), **more})
 
 
-# The child process: its crash, its hang and whatever it prints do no harm
+# The child process: a crash or a hang there does not harm this one
 
 
 def command() -> list[str]:
@@ -192,9 +190,8 @@ def command() -> list[str]:
 def run(description: dict[str, Any]) -> Verdict:
     """Start the child with `description` as JSON, and read the verdict it prints.
 
-    Through files: a process that the child leaves behind would keep a pipe open.
+    Output goes to files: a process that the child leaves behind would keep a pipe open.
     """
-    start = time.monotonic()
     path = filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")))  # this very package
     environment = {**os.environ, "GRAPE_TRITON": "on", "PYTHONPATH": os.pathsep.join(path)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -205,8 +202,7 @@ def run(description: dict[str, Any]) -> Verdict:
             )  # fmt: skip
         except OSError as problem:
             return Verdict(f"the check could not start: {problem}", conclusive=False)
-        verdict = _read(_wait(child), _last_line(out), _last_line(err))
-    return replace(verdict, seconds=time.monotonic() - start)
+        return _read(_wait(child), _last_line(out), _last_line(err))
 
 
 def _last_line(file: IO[bytes]) -> str:

@@ -153,7 +153,7 @@ def tile_rows(device: str, what: Plan, progress: Callable[[str], None]) -> Itera
     for dtype, heads, bias in itertools.product(what.dtypes, what.heads, BIASES):
         progress(f"{device}, {dtype}, heads of {heads}, bias {bias}: timing tiles")
         place, status = torch.device(device), "refused"
-        found = Verdict(why_not_device(place, getattr(torch, dtype)))
+        found = Verdict(why_not_device(place))
         if found.reason is None:
             found = tune.tune(place, Case(dtype, heads, heads, bias))
             status = "kept" if found.ok else "failed"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...attention.cpu import build
-from ...attention.gpu import store
+from ...attention.folder import safe_folder
 from ...attention.gpu.api import OLDEST_TRITON
 from ...attention.gpu.store import describe, installed, release, triton_version
 
@@ -107,8 +107,9 @@ def cpu_kernel() -> dict[str, Any]:
 
 def cache() -> dict[str, Any]:
     """State of the cache folder, without its name."""
-    place = store.folder()
-    if place is None:
+    try:
+        place = safe_folder()
+    except OSError:
         return {"usable": False, "reason": "it cannot be created, is not yours, or others may write to it"}
     files = {"kernels": "*.so", "verdicts": "triton-*.json", "tuned": "tiles-*.json"}
     return {"usable": True} | {name: len(list(place.glob(pattern))) for name, pattern in files.items()}
