@@ -32,7 +32,7 @@ def test_a_small_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["nothing"], "no benchmark 'nothing'; there are attention"),
+        (["nothing"], "no benchmark 'nothing'; choose attention"),
         (["attention", "--encodings", "abili"], "unknown encoding 'abili'"),
         (["attention", "--lengths", "0"], "--lengths must be at least 1"),
         (["attention", "--rounds", "many"], "invalid int value"),

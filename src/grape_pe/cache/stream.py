@@ -61,7 +61,8 @@ class StreamingCache(TokenStore):
         key_norm: nn.Module | None = None,
         norm_after: Norms | None = None,
     ) -> None:
-        if not isinstance(encoding, Encoding):
+        parts = encoding.modules() if isinstance(encoding, nn.Module) else ()
+        if not any(isinstance(part, Encoding) for part in parts):  # PEFT wraps the encodings it trains
             raise TypeError(f"encoding must come from grape.build(…), got {type(encoding).__name__}")
         check_window(window, sinks)
         whole = all(isinstance(n, int) for n in (1 if capacity is None else capacity, rollback))
