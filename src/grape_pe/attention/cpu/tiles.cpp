@@ -292,23 +292,12 @@ struct Block {
 
     bool path_alone() const { return p.P && !p.R && !p.S; }
 
-    // Visits the tiles of keys from right to left with what the masks and pruning leave of each, and counts those the
-    // masks leave. A path alone only falls leftwards: once negligible against the longest key, all that follows is.
-    template <class Visit>
-    long walk(const float *found, Visit visit) {
-        long visible = 0, first = first_tile(), end = end_tile();
-        bool ended = false;
-        bool alone = p.P && !p.R && !p.S && p.tau >= 0;
+    // A path alone only falls leftwards: once negligible against the longest key, all the rest is.
+    float longest_key(long first, long end) const {
         double longest = 0;
-        for (long kb = first; alone && kb < end; kb++)
+        for (long kb = first; kb < end && path_alone() && p.tau >= 0; kb++)
             if (!(key_norm(kb) <= longest)) longest = key_norm(kb);
-        for (long kb = end - 1; kb >= first; kb--) {
-            Sight seen = sight(kb * BK, std::min<long>(BK, p.Tk - kb * BK));
-            visible += seen != NONE;
-            if (alone && !ended) ended = negligible(kb, found, (float)longest);
-            if (!ended) visit(kb, seen != NONE && negligible(kb, found, key_norm(kb)) ? NONE : seen);
-        }
-        return visible;
+        return (float)longest;
     }
 
     // psi(t, l) of the tile from probes; path[j] = its sum over l = j+1 … t; with `slope` also g'. The sums move on.
@@ -445,16 +434,23 @@ struct Forward : Block {
         std::fill(m, m + BQ, -INF);
         std::fill(l, l + BQ, 0.0f);
         std::fill(oT.begin(), oT.end(), 0.0f);
-        long computed = 0;
-        long visible = walk(m, [&](long kb, Sight seen) {
+        long computed = 0, visible = 0, first = first_tile(), end = end_tile();
+        bool stopped = false;
+        float longest = longest_key(first, end);
+        for (long kb = end - 1; kb >= first; kb--) {
             long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
+            Sight seen = sight(j0, nj);
+            visible += seen != NONE;
+            if (path_alone() && !stopped) stopped = negligible(kb, m, longest);
+            if (stopped) continue;
+            bool skip = seen == NONE || negligible(kb, m, key_norm(kb));
             if (p.P) scan_path<false>(j0, nj, path.data(), nullptr);
-            if (seen == NONE) return;
+            if (skip) continue;
             computed++;
             logits(kb, j0, nj, seen == WHOLE, p.P ? path.data() : nullptr);
             soften(nj);
             gemm(p.Dv, lanes, nj, v_tile, 1, p.Dv, s.data(), BQ, oT.data(), BQ, true);
-        });
+        }
         finish();
 #pragma omp atomic
         p.work[bh * 2] += computed;
@@ -486,12 +482,18 @@ struct Backward : Block {
           c_sum(p.R * BQ), mix_sum(p.S * BQ), skew(p.S ? W * BAND : 0), todo(tiles) {}
 
     // Which tiles to compute and, with a path, its sums and slopes in every tile, from the right.
-    void plan() {
-        std::fill(todo.begin(), todo.end(), NONE);
-        walk(lse, [&](long kb, Sight seen) {
-            todo[kb] = seen;
-            if (p.P) scan_path<true>(kb * BK, std::min<long>(BK, p.Tk - kb * BK), &paths[kb * TILE], &slopes[kb * TILE]);
-        });
+    void plan(long first, long end) {
+        bool stopped = false;
+        float longest = longest_key(first, end);
+        for (long kb = end - 1; kb >= first; kb--) {
+            long j0 = kb * BK, nj = std::min<long>(BK, p.Tk - j0);
+            todo[kb] = NONE;
+            if (path_alone() && !stopped) stopped = negligible(kb, lse, longest);
+            if (stopped) continue;
+            Sight seen = sight(j0, nj);
+            todo[kb] = seen == NONE || negligible(kb, lse, key_norm(kb)) ? NONE : seen;
+            if (p.P) scan_path<true>(j0, nj, &paths[kb * TILE], &slopes[kb * TILE]);
+        }
     }
 
     // s, dp: the tile's logits and dP
@@ -721,7 +723,7 @@ struct Backward : Block {
         select(head, block);
         start();
         long first = first_tile(), end = end_tile();
-        plan();
+        plan(first, end);
         renew_delta(first, end);
         for (long kb = first; kb < end; kb++) tile(kb);
         finish();
