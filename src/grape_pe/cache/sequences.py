@@ -20,8 +20,9 @@ class Sequences:
     Args:
         lengths: number of tokens of each sequence; empty for an empty cache.
         next: the next position of each sequence; None with several coordinates.
-        jumps: for each sequence, where its positions do not continue in steps of one from 0; empty if nowhere.
-        columns: number of tokens and padding of all calls, which is the width of an attention mask.
+        jumps: for each sequence, the tokens whose position is not one after that of the token before (the first
+            token: not 0); empty if there are none.
+        columns: number of tokens plus padding over all calls, which is the width of an attention mask.
         padded: for each sequence, the columns that are padding; empty if none are.
     """
 

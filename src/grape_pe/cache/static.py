@@ -67,7 +67,15 @@ class Progress:
     def advance(
         self, count: int, capacity: int, fresh: bool, positions: Tensor | None, padding: Tensor | None
     ) -> StaticLayout:
-        """Add `count` tokens and return their layout."""
+        """Add the `count` columns of a call to lengths and next positions, and return their layout.
+
+        Args:
+            count: number of tokens, padding included.
+            capacity: slots of a sequence; more tokens are an error.
+            fresh: whether the cache is empty.
+            positions: the tokens' positions; None to continue from the next positions.
+            padding: (B, count), True where a column is padding; None if there is none. Padding takes no slot.
+        """
         device = self.lengths.device
         readable = not torch.compiler.is_compiling() and (count > 1 or device.type == "cpu")
         if padding is not None and readable and not bool(padding.any()):

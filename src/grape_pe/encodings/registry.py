@@ -121,7 +121,7 @@ def register(name: str, cls: type[Encoding], **preset: Any) -> None:
 
 
 def entry(name: str) -> Entry:
-    """The entry of a name. The encoding of an installed package is imported when it is first used."""
+    """The entry of a name. An encoding that another installed package offers is imported at its first use."""
     _check_name(name)
     if name not in ENTRIES:
         register(name, own.load_offered(name))  # type: ignore[arg-type]

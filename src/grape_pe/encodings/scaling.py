@@ -166,7 +166,18 @@ def spelled_out(scaling: Any) -> dict[str, Any]:
 
 
 def read_scaling(scaling: Mapping[str, Any] | str | None) -> Scaling | None:
-    """Build the rule of `scaling={"type": …, …}` or "type:factor", or raise an error."""
+    """Build the scaling rule that the option `scaling` describes.
+
+    Args:
+        scaling: a mapping such as {"type": "linear", "factor": 4.0}, or the short form "linear:4".
+
+    Returns:
+        The rule; None for None.
+
+    Raises:
+        ValueError: if the type or a value is not allowed.
+        TypeError: if `scaling` has another form, an unknown option, or lacks a required one.
+    """
     if scaling is None:
         return None
     options = spelled_out(scaling)
