@@ -136,7 +136,7 @@ def length_table(results: Results) -> Table | None:
     order = [row.label for row in ranking(results) if any(row.label in means for means in found)]
     rows = [(n, [number(means.get(n), 3) for means in found]) for n in order]
     caption = (
-        "Mean loss over the seeds that all compared encodings have, at multiples of the training length."
+        "Mean loss over the seeds that every encoding in the table has, at multiples of the training length."
     )
     return Table("lengths", "Longer texts", caption, heads, rows)
 
@@ -150,7 +150,7 @@ def far_table(results: Results) -> Table | None:
     rows = [(n, [_against(each, n, seeds.best, BEST) for each in (seeds, text)]) for n in seeds.order]
     caption = (
         "Differences with 95% intervals, simultaneous over all pairs. Over seeds: other training runs, the same "
-        f"text ({len(seeds.units)} seeds, paired). "
+        f"text (seeds: {len(seeds.units)}, paired). "
     )
     caption += (
         f"Over text: the same models, other text ({len(text.units)} stretches, paired, taken as independent). Each "
