@@ -186,6 +186,30 @@ def test_two_ranks_killed_after_a_checkpoint_lose_nothing_before_it(data: Path, 
     assert Checkpoints(run / "checkpoints", 2, World()).found()[-1].name == "step-00000600"
 
 
+TWO_GROUPS = """
+import os, time
+from pathlib import Path
+from grape_pe.lab.train.distributed import world
+for _ in range(2):
+    with world(Path(".")) as among:
+        assert among.gathered(among.rank) == [0, 1]
+    time.sleep(1.0 if os.environ["RANK"] == "0" else 0.0)
+"""
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_one_rank_opens_its_second_group_before_the_other(shared: str, tmp_path: Path, monkeypatch) -> None:
+    """A group must not connect to the addresses that the group before it left in the store."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", shared)
+    script = tmp_path / "twice.py"
+    script.write_text(TWO_GROUPS)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(
+        [sys.executable, *launcher], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_under_torchrun(data: Path, alone: Path, tmp_path: Path) -> None:
     """The command line of the documentation, as a user types it."""

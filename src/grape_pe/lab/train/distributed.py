@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from .sharing import check_shareable
 
 #: limit of a collective: longer than a checkpoint, a validation or a compilation takes on the slowest rank
 TIMEOUT = timedelta(minutes=20)
+#: numbers of the process groups that this process has opened, one after the other
+GROUPS = itertools.count()
 #: defaults of environment variables, as in torchtitan
 FLIGHT_RECORDER = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -142,12 +146,24 @@ def world(out: Path) -> Iterator[World]:
     _check_restarts()
     for name, value in FLIGHT_RECORDER.items():
         os.environ.setdefault(name, value.format(out=out))
+    store, rank, size = _rendezvous(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
+    # a later group of these processes must not find the addresses that an earlier one left in the store
+    keys = dist.PrefixStore(f"group-{next(GROUPS)}", store)
     # gloo beside nccl: ranks agree, and asynchronous checkpoints gather, on the CPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield World(dist.get_rank(), size, device, dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _rendezvous(address: str, port: str) -> tuple[dist.Store, int, int]:
+    """The store at this address, this rank and the number of ranks; one store for all groups of a process."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    return store, rank, size
 
 
 def _check_restarts() -> None:
